@@ -218,7 +218,7 @@ class Device(ABC):
     one_memory: bool
     """Whether both tiers are taken from the same memory. Then only their sum has to fit."""
     at_once: int | None = None
-    """How many moves ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where
+    """How many copy ops ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where
     no caller waits for that."""
     in_memory = False
     """Whether this thread itself may write, at any time, to what ``views.table`` has found."""
@@ -280,10 +280,10 @@ class Device(ABC):
         is freed. Raises ValueError for a device that is bound already, DeviceError."""
 
     @abstractmethod
-    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+    def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         """Enqueue copies of blocks on ``stream``, of some ``layers`` of each region.
 
-        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket). A row copies from any tier to any
+        ``copy_ops`` is int64[n, 4] with rows (source id, target id, tokens, ticket). A row copies from any tier to any
         tier inside one region; different rows may be of different regions. The caller ensures that the rows are
         independent: no row writes a block that another row reads or writes. The device may make them in any order, and
         at the same time.

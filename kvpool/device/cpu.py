@@ -1,5 +1,5 @@
 """CpuDevice: both tiers in NumPy memory. The calling thread copies, without the GIL, by jitted functions that carry out
-batches of moves."""
+batches of copy ops."""
 
 from __future__ import annotations
 
@@ -90,20 +90,20 @@ def fence(typingctx: Context) -> Any:
 
 
 @jit
-def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
-    """Copy moves in order."""
-    plan, count = plan_of(plan_vector), moves.shape[0]
+def copy_in_order(copy_ops, plan_vector):  # type: ignore[no-untyped-def]
+    """Make copy ops in order."""
+    plan, count = plan_of(plan_vector), copy_ops.shape[0]
     # Fetching starts `AHEAD` bytes before the copy, which is a number of runs and of whole blocks.
     runs_ahead = max(1, AHEAD // plan.run_bytes)
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
     for i in range(count):
-        source = moves[i, SOURCE]
-        target = moves[i, TARGET]
-        tokens = moves[i, TOKENS]
+        source = copy_ops[i, SOURCE]
+        target = copy_ops[i, TARGET]
+        tokens = copy_ops[i, TOKENS]
         whole = tokens >= plan.block_tokens
         if whole and plan.streaming:
-            near = moves[min(i + blocks_ahead, count - 1), SOURCE]
-            far = moves[min(i + blocks_ahead + 1, count - 1), SOURCE]
+            near = copy_ops[min(i + blocks_ahead, count - 1), SOURCE]
+            far = copy_ops[min(i + blocks_ahead + 1, count - 1), SOURCE]
             _stream_full(source, target, near, far, first_run_ahead, plan)
             continue
         source, source_tier = locate(source, plan)
@@ -230,10 +230,10 @@ KEEP_GIL_BYTES = 256 << 10
 """To copy no more is over before another thread would give the interpreter's lock back."""
 
 
-def copier(moves: Int64s, plan: Int64s) -> Callable[[Int64s, Int64s], None]:
-    """What copies moves by the vector of a plan."""
-    nbytes = len(moves) * int(plan[RUNS]) * int(plan[RUN_BYTES])
-    return getattr(copy_moves, "keep_gil", copy_moves) if nbytes <= KEEP_GIL_BYTES else copy_moves
+def copier(copy_ops: Int64s, plan: Int64s) -> Callable[[Int64s, Int64s], None]:
+    """The function that makes copy ops by the vector of a plan."""
+    nbytes = len(copy_ops) * int(plan[RUNS]) * int(plan[RUN_BYTES])
+    return getattr(copy_in_order, "keep_gil", copy_in_order) if nbytes <= KEEP_GIL_BYTES else copy_in_order
 
 
 class HostPool:
@@ -256,16 +256,16 @@ class HostPool:
             ]
         return self._known[layers]
 
-    def planned(self, moves: Int64s, layers: Layers) -> list[tuple[Int64s, Int64s]]:
-        """The moves of each part of each region, and the vector of its plan, for ``copy_moves``."""
+    def planned(self, copy_ops: Int64s, layers: Layers) -> list[tuple[Int64s, Int64s]]:
+        """The copy ops of each part of each region, and the vector of its plan, for ``copy_in_order``."""
         plans = self._plans(layers)
         if len(plans) == 1:
-            return [(moves, plan) for plan in plans[0]]
-        return [(rows, plan) for region, rows in self.regions.split(moves) for plan in plans[region]]
+            return [(copy_ops, plan) for plan in plans[0]]
+        return [(rows, plan) for region, rows in self.regions.split(copy_ops) for plan in plans[region]]
 
-    def copy_blocks(self, moves: Int64s, layers: Layers = ALL_LAYERS) -> None:
-        """Make moves, as in ``Device.copy_blocks``."""
-        for rows, plan in self.planned(moves, layers):
+    def copy_blocks(self, copy_ops: Int64s, layers: Layers = ALL_LAYERS) -> None:
+        """Make copy ops, as in ``Device.copy_blocks``."""
+        for rows, plan in self.planned(copy_ops, layers):
             copier(rows, plan)(rows, plan)
 
     def copy_fragments(self, rows: Int64s) -> None:
@@ -326,8 +326,8 @@ class CpuDevice(Device):
             raise ValueError(NOT_BOUND)
         return self._bound
 
-    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
-        for rows, plan in self._pool().planned(moves, layers):
+    def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+        for rows, plan in self._pool().planned(copy_ops, layers):
             copier(rows, plan)(rows, plan)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:

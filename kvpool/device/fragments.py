@@ -53,13 +53,13 @@ def _add(out: Any, cursor: Any, source: int, target: int, nbytes: int, hosts: An
 
 
 @jit
-def _cut(moves: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
+def _cut(copy_ops: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
     """Fill ``out`` as far as it goes. Returns how many fragments there are. ``v``: the vector of a plan."""
     plan, i = plan_of(v), 0
-    while i < moves.shape[0]:
-        source = moves[i, SOURCE]
-        target = moves[i, TARGET]
-        tokens = moves[i, TOKENS]
+    while i < copy_ops.shape[0]:
+        source = copy_ops[i, SOURCE]
+        target = copy_ops[i, TARGET]
+        tokens = copy_ops[i, TOKENS]
         from_address, s = locate(source, plan)
         to_address, t = locate(target, plan)
         from_host, to_host = source >= plan.device_blocks, target >= plan.device_blocks
@@ -73,13 +73,13 @@ def _cut(moves: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
         else:
             # Neighbours in both tiers are cut together: first the same run of each block, then the next run. If the
             # runs of one block follow each other, they are cut block by block.
-            while i + together < moves.shape[0] and not (from_host and to_host):
-                next_source, next_target = moves[i + together, SOURCE], moves[i + together, TARGET]
+            while i + together < copy_ops.shape[0] and not (from_host and to_host):
+                next_source, next_target = copy_ops[i + together, SOURCE], copy_ops[i + together, TARGET]
                 in_row = next_source - source == next_target - target == together
                 in_tiers = (next_source >= plan.device_blocks) == from_host and (
                     next_target >= plan.device_blocks
                 ) == to_host
-                if not (in_row and in_tiers and moves[i + together, TOKENS] == plan.block_tokens):
+                if not (in_row and in_tiers and copy_ops[i + together, TOKENS] == plan.block_tokens):
                     break
                 together += 1
             for run in range(plan.runs):
@@ -92,27 +92,31 @@ def _cut(moves: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
 
 
 @jit
-def _about(moves: Any, v: Any) -> tuple[int, int]:
-    """How many fragments ordered moves of one direction are, but for ends of chunks, and their tokens."""
+def _about(copy_ops: Any, v: Any) -> tuple[int, int]:
+    """How many fragments ordered copy ops of one direction are, but for ends of chunks, and their tokens."""
     plan = plan_of(v)
     count = tokens = 0
     before = False
-    for i in range(moves.shape[0]):
-        source, s = locate(moves[i, SOURCE], plan)
-        target, t = locate(moves[i, TARGET], plan)
-        whole = moves[i, TOKENS] == plan.block_tokens
-        in_row = moves[i, SOURCE] - moves[i - before, SOURCE] == moves[i, TARGET] - moves[i - before, TARGET] == before
+    for i in range(copy_ops.shape[0]):
+        source, s = locate(copy_ops[i, SOURCE], plan)
+        target, t = locate(copy_ops[i, TARGET], plan)
+        whole = copy_ops[i, TOKENS] == plan.block_tokens
+        in_row = (
+            copy_ops[i, SOURCE] - copy_ops[i - before, SOURCE]
+            == copy_ops[i, TARGET] - copy_ops[i - before, TARGET]
+            == before
+        )
         if not (before and whole and in_row and s.block_stride == t.block_stride == plan.run_bytes):
             count += plan.runs if whole else plan.outer * plan.inner
         before = whole
-        tokens += moves[i, TOKENS]
+        tokens += copy_ops[i, TOKENS]
     return count, tokens
 
 
-def cut(moves: Int64s, plan: Int64s, hosts: Int64s = _NO_CHUNKS) -> Int64s:
-    """The fragments int64[n, 3] of moves, by the vector of a plan. None crosses a chunk of a memory of ``hosts``, whose
-    rows are its start, its end, and the bytes of a chunk."""
-    return _written(_cut, moves, plan, hosts)
+def cut(copy_ops: Int64s, plan: Int64s, hosts: Int64s = _NO_CHUNKS) -> Int64s:
+    """The fragments int64[n, 3] of copy ops, by the vector of a plan. None crosses a chunk of a memory of ``hosts``,
+    whose rows are its start, its end, and the bytes of a chunk."""
+    return _written(_cut, copy_ops, plan, hosts)
 
 
 def split(fragments: Int64s, hosts: Int64s) -> Int64s:
@@ -236,14 +240,14 @@ def tabulate(fragments: Int64s, words: int | None = None) -> FragmentTable:
 
 
 @jit
-def _tabulate_blocks(moves: Any, v: Any, rows: Any) -> Any:
+def _tabulate_blocks(copy_ops: Any, v: Any, rows: Any) -> Any:
     """Write a row for each whole block, and rows for the first tokens of others, as ``_tabulate`` does."""
     plan, count, most = plan_of(v), 0, 0
-    for i in range(moves.shape[0]):
-        source, s = locate(moves[i, SOURCE], plan)
-        target, t = locate(moves[i, TARGET], plan)
-        whole = moves[i, TOKENS] == plan.block_tokens
-        runs, run = (plan.runs, plan.run_bytes) if whole else (plan.inner, moves[i, TOKENS] * plan.token_bytes)
+    for i in range(copy_ops.shape[0]):
+        source, s = locate(copy_ops[i, SOURCE], plan)
+        target, t = locate(copy_ops[i, TARGET], plan)
+        whole = copy_ops[i, TOKENS] == plan.block_tokens
+        runs, run = (plan.runs, plan.run_bytes) if whole else (plan.inner, copy_ops[i, TOKENS] * plan.token_bytes)
         for a in range(1 if whole else plan.outer):
             apart = (s.run_stride, t.run_stride) if whole else (s.inner_stride, t.inner_stride)
             steps = _distance(run, apart[0]), _distance(run, apart[1])
@@ -253,8 +257,8 @@ def _tabulate_blocks(moves: Any, v: Any, rows: Any) -> Any:
 
 
 class Cutter:
-    """Cuts batches of moves for one part. ``host`` has the chunks in which its host memory is registered, as rows that
-    ``cut`` takes. No fragment crosses a chunk; a row for kernels may.
+    """Cuts batches of copy ops for one part. ``host`` has the chunks in which its host memory is registered, as rows
+    that ``cut`` takes. No fragment crosses a chunk; a row for kernels may.
 
     ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
     """
@@ -268,27 +272,27 @@ class Cutter:
         self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
         self._in_words &= not any(n % _UNIT for n in lengths)
 
-    def order(self, moves: Int64s) -> Int64s:
-        """The same moves, sorted so that neighbours follow each other."""
-        sources = moves[:, SOURCE]
-        return moves if (sources[1:] >= sources[:-1]).all() else moves[np.argsort(sources)]
+    def order(self, copy_ops: Int64s) -> Int64s:
+        """The same copy ops, sorted so that neighbours follow each other."""
+        sources = copy_ops[:, SOURCE]
+        return copy_ops if (sources[1:] >= sources[:-1]).all() else copy_ops[np.argsort(sources)]
 
-    def about(self, moves: Int64s) -> tuple[int, int]:
-        """About how many fragments ``cut`` returns for ordered moves of one direction, and their bytes."""
-        count, tokens = _about(moves, self._vector)
+    def about(self, copy_ops: Int64s) -> tuple[int, int]:
+        """About how many fragments ``cut`` returns for ordered copy ops of one direction, and their bytes."""
+        count, tokens = _about(copy_ops, self._vector)
         return count, tokens * self.token_bytes
 
-    def cut(self, moves: Int64s) -> Int64s:
-        """Fragments int64[n, 3] (source address, target address, bytes) of ordered moves. The moves have been
+    def cut(self, copy_ops: Int64s) -> Int64s:
+        """Fragments int64[n, 3] (source address, target address, bytes) of ordered copy ops. The copy ops have been
         checked."""
-        return cut(moves, self._vector, self.host)
+        return cut(copy_ops, self._vector, self.host)
 
-    def tabulate(self, moves: Int64s) -> FragmentTable:
-        """The rows of ordered moves, for kernels."""
+    def tabulate(self, copy_ops: Int64s) -> FragmentTable:
+        """The rows of ordered copy ops, for kernels."""
         if not self._in_words:
-            return tabulate(self.cut(moves))
-        rows = np.empty((len(moves) * max(1, self.plan.outer), 4), np.int64)
-        count, most = _tabulate_blocks(moves, self._vector, rows)
+            return tabulate(self.cut(copy_ops))
+        rows = np.empty((len(copy_ops) * max(1, self.plan.outer), 4), np.int64)
+        count, most = _tabulate_blocks(copy_ops, self._vector, rows)
         return FragmentTable(rows[:count], int(most), True)
 
 
@@ -301,31 +305,31 @@ def _split(fragments: Any, hosts: Any, out: Any, cursor: Any) -> int:
 
 
 @jit
-def _ways(moves: Any, device_blocks: int) -> int:
-    """A bit for each direction that moves have."""
+def _ways(copy_ops: Any, device_blocks: int) -> int:
+    """A bit for each direction that copy ops have."""
     bits = 0
-    for i in range(moves.shape[0]):
-        bits |= 1 << 2 * (moves[i, SOURCE] >= device_blocks) + (moves[i, TARGET] >= device_blocks)
+    for i in range(copy_ops.shape[0]):
+        bits |= 1 << 2 * (copy_ops[i, SOURCE] >= device_blocks) + (copy_ops[i, TARGET] >= device_blocks)
     return bits
 
 
-def by_direction(moves: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
-    """The moves of each direction that has any."""
-    bits = _ways(moves, device_blocks)
+def by_direction(copy_ops: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
+    """The copy ops of each direction that has any."""
+    bits = _ways(copy_ops, device_blocks)
     for way, direction in enumerate((WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)):
         if bits == 1 << way:
-            yield direction, moves
+            yield direction, copy_ops
         elif bits >> way & 1:
-            ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
-            yield direction, moves[ways == way]
+            ways = 2 * (copy_ops[:, SOURCE] >= device_blocks) + (copy_ops[:, TARGET] >= device_blocks)
+            yield direction, copy_ops[ways == way]
 
 
 def load_cutting(cutters: Iterable[Cutter]) -> None:
     """Compile what these cutters run, or load it from disk, so that the first copy does not."""
-    moves, fragments = np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64)
+    copy_ops, fragments = np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64)
     tabulate(fragments)
-    assert not list(by_direction(moves, 0))
+    assert not list(by_direction(copy_ops, 0))
     for cutter in cutters:
-        cutter.about(moves), cutter.cut(moves)
-        cutter.tabulate(moves)
+        cutter.about(copy_ops), cutter.cut(copy_ops)
+        cutter.tabulate(copy_ops)
         split(fragments, cutter.host)

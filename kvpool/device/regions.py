@@ -1,4 +1,4 @@
-"""Regions: the blocks of one kind in both tiers, the parts that they lie in, and the columns of moves."""
+"""Regions: the blocks of one kind in both tiers, the parts that they lie in, and the columns of copy ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.common.arrays.strided import as_strided
 from kvpool.common.jit import jit
 
 SOURCE, TARGET, TOKENS, TICKET = range(4)
-"""Columns of a batch of moves."""
+"""Columns of a batch of copy ops."""
 
 
 FROM, TO, BYTES = range(3)
@@ -100,21 +100,21 @@ def _column(places, block):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=False)
-def _split(moves, places, out, ends):  # type: ignore[no-untyped-def]
-    """Write moves to ``out``, region after region. ``ends`` is all 0 at first; it gets the end of each region's
-    moves."""
+def _split(copy_ops, places, out, ends):  # type: ignore[no-untyped-def]
+    """Write copy ops to ``out``, region after region. ``ends`` is all 0 at first; it gets the end of each region's
+    copy ops."""
     regions = ends.shape[0]
-    for i in range(moves.shape[0]):
-        ends[_column(places, moves[i, SOURCE]) % regions] += 1
+    for i in range(copy_ops.shape[0]):
+        ends[_column(places, copy_ops[i, SOURCE]) % regions] += 1
     begin = 0
     for region in range(regions):
         begin, ends[region] = begin + ends[region], begin
-    for i in range(moves.shape[0]):
-        s, t = _column(places, moves[i, SOURCE]), _column(places, moves[i, TARGET])
+    for i in range(copy_ops.shape[0]):
+        s, t = _column(places, copy_ops[i, SOURCE]), _column(places, copy_ops[i, TARGET])
         to = ends[s % regions]
-        out[to, SOURCE] = moves[i, SOURCE] + places[_SHIFT, s]
-        out[to, TARGET] = moves[i, TARGET] + places[_SHIFT, t]
-        out[to, TOKENS], out[to, TICKET] = moves[i, TOKENS], moves[i, TICKET]
+        out[to, SOURCE] = copy_ops[i, SOURCE] + places[_SHIFT, s]
+        out[to, TARGET] = copy_ops[i, TARGET] + places[_SHIFT, t]
+        out[to, TOKENS], out[to, TICKET] = copy_ops[i, TOKENS], copy_ops[i, TICKET]
         ends[s % regions] += 1
 
 
@@ -174,12 +174,12 @@ class Regions:
                     return range(first + start // size, first + (start + nbytes - 1) // size + 1)
         return None
 
-    def split(self, moves: Int64s) -> list[tuple[int, Int64s]]:
-        """The moves of each region, in their order, with the ids of the region."""
+    def split(self, copy_ops: Int64s) -> list[tuple[int, Int64s]]:
+        """The copy ops of each region, in their order, with the ids of the region."""
         if len(self.all) == 1:
-            return [(0, moves)]
-        out, ends = np.empty_like(moves), np.zeros(len(self.all), np.int64)
-        _split(moves, self._map, out, ends)
+            return [(0, copy_ops)]
+        out, ends = np.empty_like(copy_ops), np.zeros(len(self.all), np.int64)
+        _split(copy_ops, self._map, out, ends)
         return [
             (region, out[first:end]) for region, (first, end) in enumerate(pairwise([0, *ends.tolist()])) if end > first
         ]

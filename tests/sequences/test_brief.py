@@ -32,7 +32,7 @@ def test_small_calls_keep_the_lock_of_the_interpreter_and_large_ones_give_it_awa
             calls.append((self.name, True))
             return self.plain(*args)
 
-    for module, name in ((admit, "admit"), (verbs, "commit"), (verbs, "offload"), (cpu, "copy_moves")):
+    for module, name in ((admit, "admit"), (verbs, "commit"), (verbs, "offload"), (cpu, "copy_in_order")):
         Watched(module, name)
     monkeypatch.setattr(core, "KEEP_GIL_SEQUENCES", 1)
     monkeypatch.setattr(prompts, "KEEP_GIL_TOKENS", 8)
@@ -52,6 +52,6 @@ def test_small_calls_keep_the_lock_of_the_interpreter_and_large_ones_give_it_awa
         cache.offload([9, 8, 7, 6])
         cache.release([a, b])
     expected = [("admit", True), ("admit", False), ("commit", False), ("commit", True)]
-    assert [call for call in calls if call[0] != "copy_moves"][:4] == expected
-    assert calls[4:6] == [("copy_moves", True), ("copy_moves", False)]
+    assert [call for call in calls if call[0] != "copy_in_order"][:4] == expected
+    assert calls[4:6] == [("copy_in_order", True), ("copy_in_order", False)]
     assert calls[-3:] == [("commit", True), ("commit", False), ("offload", False)], "long, or of no sequence"

@@ -287,9 +287,9 @@ def difference(device: Device, stream: Stream, path: str) -> str | None:
                 pools[1][nbytes:] = expected[0]
                 _by(PLAIN, device, stream, whole_tier)
                 if what == "blocks":
-                    moves = _moves(random, source, target)
-                    _by(path, device, stream, moves)
-                    twin.copy_blocks(moves)
+                    copy_ops = _copy_ops(random, source, target)
+                    _by(path, device, stream, copy_ops)
+                    twin.copy_blocks(copy_ops)
                 else:
                     rows = _fragments(nbytes)
                     for copier, addresses in ((device, bases[0]), (twin, bases[1])):
@@ -305,7 +305,7 @@ def difference(device: Device, stream: Stream, path: str) -> str | None:
 
 
 def _by(path: str, device: Device, stream: Stream, rows: Int64s) -> None:
-    """Copy moves, or fragments, by a path, and wait until they are done."""
+    """Make copy ops, or copy fragments, by a path, and wait until they are done."""
     device.calibration = always(path)  # type: ignore[attr-defined]
     if rows.shape[1] == 4:
         device.copy_blocks(rows, stream)
@@ -314,7 +314,7 @@ def _by(path: str, device: Device, stream: Stream, rows: Int64s) -> None:
     device.synchronize(device.record(stream))
 
 
-def _moves(random: np.random.Generator, source: int, target: int) -> Int64s:
+def _copy_ops(random: np.random.Generator, source: int, target: int) -> Int64s:
     """From a half of the blocks of a tier to the other half of one, every third of a few tokens only."""
     ids, half = np.arange(_BLOCKS // 2), _BLOCKS // 2
     tokens = np.where(ids % 3, _LAYOUT.tokens_per_block, 3)
@@ -342,20 +342,20 @@ def _measure_size(device: Device, stream: Stream, nbytes: int, counts: list[int]
             # Every other block, in random order, so that nothing can be merged.
             even = 2 * np.random.default_rng(count).permutation(blocks // 2)[:count]
             for direction, source, target in ((OFFLOAD, 0, blocks), (ONBOARD, blocks, 0), (WITHIN, 0, 1)):
-                moves = np.stack([even + source, even + target, np.ones_like(even), np.arange(count)], axis=1)
-                seconds, call = _seconds(device, stream, moves)
+                copy_ops = np.stack([even + source, even + target, np.ones_like(even), np.arange(count)], axis=1)
+                seconds, call = _seconds(device, stream, copy_ops)
                 yield Measurement(direction, nbytes, count, "", count * nbytes / seconds / 1e9, call * 1e6)
     finally:
         for pool in pools:
             device.free(pool)
 
 
-def _seconds(device: Device, stream: Stream, moves: Int64s) -> tuple[float, float]:
+def _seconds(device: Device, stream: Stream, copy_ops: Int64s) -> tuple[float, float]:
     """The median times of a batch: from the call until it is done, and of the call. The first run warms up."""
     times: list[tuple[float, float]] = []
     while len(times) <= _REPEATS_MIN or sum(seconds for seconds, _ in times) < _SECONDS:
         begin = perf_counter()
-        device.copy_blocks(moves, stream)
+        device.copy_blocks(copy_ops, stream)
         enqueued = perf_counter()
         device.synchronize(device.record(stream))
         times.append((perf_counter() - begin, enqueued - begin))

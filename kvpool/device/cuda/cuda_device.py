@@ -293,7 +293,7 @@ class CudaDevice(Device):
 
     # -- copies ----------------------------------------------------------------------------------
 
-    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+    def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         self._check_open()
         bound = self._pool()
         if layers not in bound.cutters:
@@ -301,24 +301,24 @@ class CudaDevice(Device):
         cutters = bound.cutters[layers]
         try:
             with self._streams.work(stream) as handle:
-                for region, rows in bound.regions.split(moves):
+                for region, rows in bound.regions.split(copy_ops):
                     for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
                         for cutter in cutters[region]:
                             self._copy(cutter, direction, some, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
 
-    def _copy(self, cutter: Cutter, direction: str, moves: Int64s, stream: int) -> None:
-        """Copy moves of one direction, by the fastest path for this number and size of fragments."""
-        moves = cutter.order(moves)
-        count, nbytes = cutter.about(moves)
+    def _copy(self, cutter: Cutter, direction: str, copy_ops: Int64s, stream: int) -> None:
+        """Make copy ops of one direction, by the fastest path for this number and size of fragments."""
+        copy_ops = cutter.order(copy_ops)
+        count, nbytes = cutter.about(copy_ops)
         path = PLAIN
         if direction != INSIDE_HOST:
             path = self.calibration.choose(direction, nbytes // count, count, self._paths(stream))
         if path in KERNELS:
-            self._copy_by_kernel(path, cutter.tabulate(moves), direction, stream)
+            self._copy_by_kernel(path, cutter.tabulate(copy_ops), direction, stream)
         else:
-            self._copy_fragments(cutter.cut(moves), path, stream)
+            self._copy_fragments(cutter.cut(copy_ops), path, stream)
 
     def _copy_given(self, fragments: Int64s, bound: _CutPool, stream: int) -> None:
         """Copy fragments of the caller, which all go one way."""

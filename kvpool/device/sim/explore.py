@@ -58,7 +58,7 @@ def explore(body: Callable[[SimDevice], object], *, limit: int = 10_000, chunk_b
 
     At every call that forces no step, a schedule either goes on or takes one more step, of any of the streams. After
     ``body`` the rest runs, and the device is checked and closed. ``body`` must do the same in every call, except where
-    it follows answers of the device. A move is copied in one step, or with ``chunk_bytes`` in several. Raises
+    it follows answers of the device. A copy op takes one step, or with ``chunk_bytes`` in several. Raises
     ScheduleFailed from the error of the first schedule that fails. Raises ValueError if there are more than ``limit``
     schedules.
     """

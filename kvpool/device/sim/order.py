@@ -139,10 +139,10 @@ def joined(a: Clock, b: Clock) -> Clock:
     return both
 
 
-def rows_of_moves(moves: Rows) -> tuple[Rows, Rows]:
+def rows_of_copies(copy_ops: Rows) -> tuple[Rows, Rows]:
     """What block copies read, and what they write."""
-    begin = np.zeros(len(moves), np.int64)
-    reads, writes = (np.stack([moves[:, end], begin, moves[:, TOKENS]], axis=1) for end in (SOURCE, TARGET))
+    begin = np.zeros(len(copy_ops), np.int64)
+    reads, writes = (np.stack([copy_ops[:, end], begin, copy_ops[:, TOKENS]], axis=1) for end in (SOURCE, TARGET))
     return reads, writes
 
 
@@ -267,7 +267,7 @@ class AccessOrder:
         return cells
 
     def dependent_rows(self, access: Access, sources: Int64s, targets: Int64s) -> list[Race]:
-        """The race of an access with itself, if one of its moves writes a block that another one reads or writes."""
+        """The race of an access with itself, if one of its copy ops writes a block that another one reads or writes."""
         places = np.arange(1, len(targets) + 1)
         self._owner[targets] = places
         bad = np.concatenate([sources[self._owner[sources] != 0], targets[self._owner[targets] != places]])

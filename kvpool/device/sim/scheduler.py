@@ -61,7 +61,7 @@ class SeededChoices(Choices):
         return f"seed={self._seed}, progress={self._progress}"
 
 
-# A copy is done in few steps, however many moves it has: some moves in pieces, the others in groups.
+# A copy is done in few steps, however many copy ops it has: some in pieces, the others in groups.
 _TORN = 2
 _PIECES = 8
 _GROUPS = 4
@@ -79,14 +79,14 @@ class Task:
         self.bound, self.mirrored = bound, mirrored
 
 
-def copying(moves: Int64s, shadow: Shadow, chunk_bytes: int, layers: Layers, choices: Choices) -> Iterator[bool]:
-    """Moves, in random order. The first ones are made in pieces, between which other streams can take steps. The others
-    are made in groups."""
-    torn = min(len(moves), _TORN)
-    if len(moves) > torn:
-        moves = moves[choices.permutation(len(moves))]
-    units = [unit for move in moves[:torn] for unit in shadow.torn(move, chunk_bytes, _PIECES // torn, layers)]
-    groups = np.array_split(moves[torn:], _GROUPS)
+def copying(copy_ops: Int64s, shadow: Shadow, chunk_bytes: int, layers: Layers, choices: Choices) -> Iterator[bool]:
+    """Copy ops, in random order. The first ones are made in pieces, between which other streams can take steps. The
+    others are made in groups."""
+    torn = min(len(copy_ops), _TORN)
+    if len(copy_ops) > torn:
+        copy_ops = copy_ops[choices.permutation(len(copy_ops))]
+    units = [unit for copy_op in copy_ops[:torn] for unit in shadow.torn(copy_op, chunk_bytes, _PIECES // torn, layers)]
+    groups = np.array_split(copy_ops[torn:], _GROUPS)
     units += [partial(shadow.copy, group, layers) for group in groups if len(group)]
     while units:
         at = choices.choose(len(units))

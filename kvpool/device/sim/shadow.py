@@ -104,16 +104,18 @@ class Shadow:
 
     # -- copies ----------------------------------------------------------------------------------
 
-    def copy(self, moves: Int64s, layers: Layers) -> None:
-        """Make whole moves of some layers, on both sides."""
-        self.real.copy_blocks(moves, layers)
-        self._twin.copy_blocks(moves, layers)
+    def copy(self, copy_ops: Int64s, layers: Layers) -> None:
+        """Make whole copy ops of some layers, on both sides."""
+        self.real.copy_blocks(copy_ops, layers)
+        self._twin.copy_blocks(copy_ops, layers)
 
-    def torn(self, move: Int64s, chunk_bytes: int, pieces_max: int, layers: Layers) -> list[Callable[[], None]]:
-        """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
-        any order."""
+    def torn(self, copy_op: Int64s, chunk_bytes: int, pieces_max: int, layers: Layers) -> list[Callable[[], None]]:
+        """The pieces of a copy op, of about ``chunk_bytes`` or larger where there would be too many. They can be made
+        in any order."""
         real, twin = (
-            _chunks(np.concatenate([NO_ROWS, *(cut(*pair) for pair in side.planned(move[None], layers))]), chunk_bytes)
+            _chunks(
+                np.concatenate([NO_ROWS, *(cut(*pair) for pair in side.planned(copy_op[None], layers))]), chunk_bytes
+            )
             for side in (self.real, self._twin)
         )
         pieces = min(pieces_max, max(1, -(-int(real[:, BYTES].sum()) // chunk_bytes)))

@@ -39,7 +39,7 @@ from kvpool.device.sim.order import (
     call_site,
     host_call,
     joined,
-    rows_of_moves,
+    rows_of_copies,
 )
 from kvpool.device.sim.scheduler import (
     Choices,
@@ -159,7 +159,7 @@ class SimDevice(Device):
     seed : decides the schedule and which blocks are compared. Equal seeds and equal calls give equal schedules.
     progress : 0 to 1, the probability that a call which forces no step takes one more step. With 0 nothing runs early,
         with 1 everything runs at once.
-    chunk_bytes : about the largest part of a move that is copied in one step. A move has at most a few steps.
+    chunk_bytes : about the largest part of a copy op that is copied in one step. A copy op has at most a few steps.
     choices : makes all decisions of the schedule, in place of ``seed`` and ``progress``.
     compare : "all" compares the pools with their shadow after every operation, "sample" compares a few blocks. "auto"
         (default) compares all of small pools. ``check``, ``synchronize()``, ``free`` and ``close`` always compare
@@ -329,15 +329,15 @@ class SimDevice(Device):
         queue.clock = joined(queue.clock, self._waits.of_any)
         return queue
 
-    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+    def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         with self._entered():
             bound = self._pool()
-            moves, queue = moves.copy(), self._queue(stream)  # The caller may use its array again at once.
-            if len(moves):
+            copy_ops, queue = copy_ops.copy(), self._queue(stream)  # The caller may use its array again at once.
+            if len(copy_ops):
                 access = Access("copy_blocks", queue.name, call_site())
-                reads, writes = rows_of_moves(moves)
+                reads, writes = rows_of_copies(copy_ops)
                 self._findings.note(bound.order.dependent_rows(access, reads[:, 0], writes[:, 0]))
-                steps = copying(moves, bound, self._chunk_bytes, layers, self._choices)
+                steps = copying(copy_ops, bound, self._chunk_bytes, layers, self._choices)
                 self._submit(queue, Task(access, writes, steps, mirrored=True), reads, layers)
             self._scheduler.poll()
 
