@@ -105,7 +105,7 @@ class StreamGone(DeviceError, ValueError):
 class Retired(Generic[Item]):
     """Items by the stream that uses them, oldest first. The order of two streams is not known.
 
-    ``query`` says whether an event is complete. If it raises, the exception goes on to the caller, and no item is
+    ``query`` returns whether an event is complete. If it raises, the exception goes on to the caller, and no item is
     forgotten. Not thread-safe.
     """
 

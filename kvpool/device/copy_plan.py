@@ -28,7 +28,7 @@ class Tier(NamedTuple):
 
 class CopyPlan(NamedTuple):
     """How blocks are copied. A whole block is ``runs`` contiguous runs of ``run_bytes``. The first n tokens of a block
-    are ``outer * inner`` runs of ``n * token_bytes``. In each tier, the strides say how far apart the runs lie.
+    are ``outer * inner`` runs of ``n * token_bytes``. The strides are the distances of the runs in each tier.
 
     All copies of blocks use this plan: jitted functions by ``plan_of``, kernels by ``cuda_plan``.
 

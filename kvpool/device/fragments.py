@@ -125,7 +125,7 @@ def split(fragments: Int64s, hosts: Int64s) -> Int64s:
 
 
 def _written(fill: Callable[..., int], *arguments: Any) -> Int64s:
-    """The fragments that a jitted function writes. It is asked for their number first."""
+    """The fragments that a jitted function writes. It is first called for their number."""
     count = fill(*arguments, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
     out = np.empty((count, 3), np.int64)
     fill(*arguments, out, np.zeros(3, np.int64))
@@ -141,7 +141,7 @@ _WORDS_MAX = 1 << 26
 
 @jit
 def _distance(run_bytes: int, distance: int) -> int:
-    """A distance between runs in units, or -1 if a row cannot say it."""
+    """A distance between runs in units, or -1 if it does not fit into a row."""
     possible = distance % _UNIT == 0 and 0 <= distance // _UNIT < _DISTANCE_MAX and run_bytes % _UNIT == 0
     return distance // _UNIT if possible else -1
 
@@ -154,7 +154,7 @@ def _put(rows: Any, i: int, source: int, target: int, run_bytes: int, runs: int,
 
 @jit
 def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
-    """Write the rows of fragments: how many, the words of the longest, and all bits of what they say. A row has at most
+    """Write the rows of fragments: how many, the words of the longest, and all bits of their numbers. A row has at most
     ``words_max`` words.
 
     Where both ends are equally far from the start of a word, the bytes before the first whole word and after the last
@@ -203,7 +203,7 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
 
 
 class FragmentTable(NamedTuple):
-    """Rows int64[n, 4] for kernels, as ``copy.cuh`` says, and the words of the longest. ``in_words``: whether all
+    """Rows int64[n, 4] for kernels, as in ``copy.cuh``, and the words of the longest. ``in_words``: whether all
     addresses and lengths are whole words of 16 bytes."""
 
     rows: Int64s
@@ -228,7 +228,7 @@ def measured(fragments: Any, hosts: Any) -> tuple[int, int, bool, bool]:
 
 
 def tabulate(fragments: Int64s, words: int | None = None) -> FragmentTable:
-    """The rows of fragments that do not depend on each other, for kernels. ``words``: as ``measured`` says, where that
+    """The rows of fragments that do not depend on each other, for kernels. ``words``: as in ``measured``, where that
     is known."""
     if words is None:
         words = measured(fragments, _NO_CHUNKS)[1]

@@ -213,7 +213,7 @@ def kv_copy(
     host
         Whether one of both is host memory, for which few thread blocks are enough.
     chosen
-        The most thread blocks to launch, if the caller says it.
+        The most thread blocks to launch, if the caller limits them.
 
     Raises
     ------

@@ -249,7 +249,7 @@ class HostCache(Closing):
 
         They are evicted after all that was used before. Of these keys, the last one is evicted first, since the end of
         a prompt is worth less than its beginning. ``turn``: a request has ended, and these are all its keys, in the
-        order of its prompt; say so once for each, for all policies but "lru". Changes the cache.
+        order of its prompt; pass it once for each request, for all policies but "lru". Changes the cache.
         """
         wanted, turn = packed(keys), bool_argument("turn", turn)
         return self._run(hostcache.touch, wanted, turn, self._now())
@@ -360,15 +360,14 @@ class HostCache(Closing):
                 self._expire(now_ms)
             return self._deadlines.expired
 
-    def _now_for_deadlines(self) -> int:
-        """Return the time if a reservation can expire, else -1. The clock is not read under the lock."""
-        return self._now() if self._deadlines else -1
+    def _now_for_deadlines(self) -> int | None:
+        """Return the time if a reservation can expire, else None. The clock is not read under the lock."""
+        return self._now() if self._deadlines else None
 
-    def _expire(self, now_ms: int) -> None:
+    def _expire(self, now_ms: int | None) -> None:
         """Expire the reservations whose deadline has passed, as ``forget`` does: their blocks stay with the writers.
         The caller holds the lock."""
-        keys = self._deadlines.passed(now_ms)
-        if keys:
+        if now_ms is not None and (keys := self._deadlines.passed(now_ms)):
             with DeferSignals():
                 hostcache.forget_keys(self._groups, self._root, *packed(keys, known=True)[1:], now_ms)
                 self._deadlines.expire(keys)

@@ -95,7 +95,7 @@ class HostCopies(Closing):
 
     Notes
     -----
-    Thread-safe. Nothing here knows whether a block may be read or written: lease host blocks that are read, reserve
+    Thread-safe. Nothing here checks whether a block may be read or written: lease host blocks that are read, reserve
     those that are written, and end both only when the copy is done. On a GPU and on "sim" copies run on two streams
     of their own, one for each direction.
     """
@@ -244,7 +244,7 @@ class HostCopies(Closing):
             raise ValueError("host_blocks: these slots are of another model, or of a cache of another size")
         return id_array("host_blocks", host_blocks.blocks)
 
-    # -- what a HostCopy asks --------------------------------------------------------------------------
+    # -- for HostCopy --------------------------------------------------------------------------
 
     def query(self, event: DeviceEvent) -> bool:
         """Whether an event is complete."""

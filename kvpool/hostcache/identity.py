@@ -60,7 +60,8 @@ class ModelIdentity:
     A cache or storage manager whose block layouts are known refuses an identity that contradicts them: with a
     ``kv_dtype`` that names another type, such as ``"float32"`` for blocks of float16, or with BlockLayouts that have
     another ``dtype`` or ``head_dim``, fewer heads and so on. Blocks of integers can hold any type of that size, and
-    blocks of ``uint8`` any type at all. Texts that kvpool does not know, such as ``"as MLX has it"``, are not compared.
+    blocks of ``uint8`` any type at all. Texts without a meaning for kvpool, such as ``"as MLX has it"``, are not
+    compared.
     """
 
     model: str

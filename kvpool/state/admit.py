@@ -127,8 +127,8 @@ def fill_encoded(group, request, slot, out):
 
 @jit(forceinline=True)
 def _reuse(group, request, b, i):
-    """Note a hit on block ``b`` at column ``i`` of the prompt: one use, unless a loader asks, and the priority and ttl
-    of a retention range of the request."""
+    """Note a hit on block ``b`` at column ``i`` of the prompt: one use, unless it is for a loader, and the priority and
+    ttl of a retention range of the request."""
     blocks = blocks_of(group)
     if not request.reserves:
         record(group, REUSE_GAP, blocks[b].used_at)

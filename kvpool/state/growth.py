@@ -120,8 +120,8 @@ def make_writable(group, slot, stream):
         return
     whole = has_states(group)  # a state is written as a whole, also after a rewind to the committed tokens
     if blocks[b].ref_word & REFS > 1 or (whole and blocks[b].ref_word != 1):
-        # The copy reads what the stream wrote, whether a call has said so or not. A later writer of the block waits for
-        # what the stream has read there.
+        # The copy reads what the stream wrote, whether a call has reported it or not. A later writer of the block waits
+        # for what the stream has read there.
         emit_access(group, WROTE if whole or sequence.committed < sequence.length else ACCESSED, stream, b)
         b = private_copy(group, b, group.width if whole else sequence.length % group.width)
         row[sequence.blocks - 1] = b

@@ -303,7 +303,7 @@ def _reach(has_block):
     """Make the function that finds the longest prefix, in full blocks and at most ``limit``, that a group can reuse:
     everything that its next token sees is there.
 
-    ``has_block(group, i, *args)`` says whether block ``i`` is. It is asked at most once for each block.
+    ``has_block(group, i, *args)`` returns whether block ``i`` is. It is called at most once for each block.
     """
 
     @jit
@@ -396,7 +396,8 @@ def matched_in(group, request, count, ids, out):
 
 
 def agree(ask):
-    """Make the function that asks each group, ``ask(group, g, most, *args)``, until no group bounds the others."""
+    """Make the function that calls, for each group, ``ask(group, g, most, *args)``, until no group bounds the
+    others."""
 
     @jit
     def agreed(groups, most, *args):
@@ -418,7 +419,7 @@ def _longest_of(group, g, most, request, limit, ids, step):
 
 @jit
 def _ask_again(group, g, most, request, limit, ids, step):
-    """What a group answers that may need only a part of a prefix. Others were asked before."""
+    """The answer of a group that may need only a part of a prefix. It comes after the other groups."""
     return _longest_of(group, g, most, request, limit, ids, step) if has_states(group) or group.window != 0 else most
 
 

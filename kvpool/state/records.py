@@ -24,8 +24,8 @@ from kvpool.common.jit.intrinsics import address_of, array_at, compare_exchange,
 # Named rules that tests take out one by one, to show that each is reached and that its proof bites. All are on in a
 # pool. The field ``guards`` of the headers has a bit for each.
 
-# Order of copies. A name says who waits, before it reads or writes a block, for whose earlier accesses of it. "engine"
-# is any stream of a caller, also a reader's.
+# Order of copies. X_AFTER_Y: before an access X to a block, its stream waits for earlier accesses Y of the block.
+# "engine" is any stream of a caller, also a reader's.
 COPY_READS_AFTER_COPIES, COPY_READS_AFTER_ENGINE = 1 << 0, 1 << 1
 COPY_WRITES_AFTER_COPIES, COPY_WRITES_AFTER_ENGINE = 1 << 2, 1 << 3
 ENGINE_READS_AFTER_COPIES, ENGINE_READS_AFTER_ENGINE = 1 << 4, 1 << 5
@@ -177,7 +177,7 @@ GROUP = _numbers(
     " gone_capacity detail bound detail_group overflow stop returns cursors pending unsaved"
     " append_need append note_prompt name give_passed fill_encoded"
 )
-# `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
+# `detail` is the subject of an error, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
 # has to forget on the host, in any case. `device_first` or `host_first`, added to the id of a device or host block,
 # gives its pool id. `block_tokens` are the tokens of a whole block for the device. `snapshot` is the number of blocks

@@ -266,7 +266,7 @@ def accept_drafts(group, ids, drafts, accepted, counts, dropped):
         start += counts[k]
 
 
-# -- what engines ask ------------------------------------------------------------------------------------
+# -- for engines ------------------------------------------------------------------------------------
 
 
 @jit

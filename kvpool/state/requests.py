@@ -3,7 +3,7 @@
 A recurrent group has no blocks for most columns of a row, so it has notes beside it: for each sequence the key of its
 full committed columns, and the ids of all tokens after these.
 
-All differences between the kinds of groups stand here, at the end. No other module asks for a kind. A group with
+All differences between the kinds of groups stand here, at the end. No other module depends on a kind. A group with
 attention has a block for each column of a row, found by its prefix. A recurrent group has states: blocks after some of
 the columns. A group for cross attention has the encoder's content: nobody finds it, and nothing changes it.
 """

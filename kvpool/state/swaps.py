@@ -245,7 +245,7 @@ def resume(groups, ids, now_ms):
 
 @jit
 def _note_written(group, slot):
-    """The copies read what the stream wrote, whether a call has said so or not."""
+    """The copies read what the stream wrote, whether a call has reported it or not."""
     sequence, row, stream = sequences_of(group)[slot], table_of(group)[slot], stream_of(group, slot)
     for i in range(sequence.committed // group.width, sequence.blocks):
         if row[i] != NONE:

@@ -2,7 +2,7 @@
 bytes. The order of eviction is the policy's.
 
 First, what a decision notes for others, in the order of the decisions: the accesses of the engine's streams to blocks,
-past and future, by which copies and streams are ordered; and events, which say what was stored, removed, updated or
+past and future, by which copies and streams are ordered; and events of what was stored, removed, updated or
 cleared.
 """
 
@@ -168,7 +168,7 @@ def _slot(group):
 
 @jit(forceinline=True)
 def emit(group, kind, b):
-    """Record an event about block ``b`` in its present state. Costs one comparison if nobody wants events."""
+    """Record an event about block ``b`` in its present state. Costs one comparison if events are off."""
     if group.event_capacity != 0:
         _record(group, kind, np.int64(b))
 

@@ -298,7 +298,7 @@ def release(groups, ids, store, now_ms):
 
 @jit
 def release_saying(groups, ids, store, stop, returns, now_ms):
-    """``release``, and the policy hears what the engine knows: see ``stop`` and ``returns`` of the header."""
+    """``release`` with hints of the engine for the policy: see ``stop`` and ``returns`` of the header."""
     for g in range(groups.shape[0]):
         group_at(groups, g).stop, group_at(groups, g).returns = stop, returns
     error = release(groups, ids, store, now_ms)

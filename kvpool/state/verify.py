@@ -170,7 +170,7 @@ def _lists(state: State) -> Iterator[Check]:
         return
     held = blocks["ref_word"] != 0
     yield "listed or held", (seen == 1) == held, "block {} is held and listed, or neither"
-    yield "listed or held", (blocks["list"] < 0) != held, "block {} says that it is in a list and is held, or neither"
+    yield "listed or held", (blocks["list"] < 0) != held, "block {} is marked as in a list and is held, or neither"
     for name, part in (("device", slice(0, device)), ("host", slice(device, None))):
         yield (
             "capacity",
@@ -283,7 +283,7 @@ def _sequences(state: State) -> Iterator[Check]:
     )
     yield "length", wrong, "sequence {}: length, committed and blocks disagree"
     lost = (blocks["flags"][np.where(occupied, table, 0)] & LOST != 0) & occupied
-    yield "lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block"
+    yield "lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} lost a block and is not marked"
     keyed = (blocks["flags"][np.where(occupied, table, 0)] & KEYED) != 0
     full = (
         (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None])
@@ -342,7 +342,7 @@ def _expiries(state: State) -> Iterator[Check]:
         yield "expiries", True, "the heap is out of bounds"
         return
     inside[members] = True
-    yield "expiries", inside != (blocks["heap"] != NONE), "block {} is in the heap and does not say so, or the reverse"
+    yield "expiries", inside != (blocks["heap"] != NONE), "block {} is in the heap and not marked so, or the reverse"
     yield "expiries", (blocks["heap"][members] != np.arange(1, size + 1)).any(), "a place in the heap is wrong"
     place = np.arange(2, size + 1)
     yield (
@@ -373,7 +373,8 @@ def _moves(state: State) -> Iterator[Check]:
 
 
 def _chains(state: State) -> Iterator[Check]:
-    """The records of policies that look at chains. What a chain says of blocks is a guess, and checked when used."""
+    """The records of policies that look at chains. The blocks in the record of a chain are a guess, and checked when
+    used."""
     chain_book = state.policy_state
     if chain_book is None:
         return

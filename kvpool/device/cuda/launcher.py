@@ -62,7 +62,7 @@ def _free(calls: RuntimeCalls, *pools: Any) -> None:
 
 
 class Uploads:
-    """Small arrays that kernels read besides the pools. Each is kept until an event says that its own launch has read
+    """Small arrays that kernels read besides the pools. Each is kept until an event shows that its own launch has read
     it. Thread-safe."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Uploads:
 
     @contextmanager
     def uploaded(self, array: Array, stream: int, host: bool) -> Iterator[int]:
-        """Upload an array, as the ``Launcher`` protocol says. If too many uploads to this stream are unread, waits for
+        """Upload an array, as in the ``Launcher`` protocol. If too many uploads to this stream are unread, waits for
         the oldest.
 
         Raises DeviceError, MemoryError.

@@ -69,7 +69,7 @@ def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
 
 
 class CopySettings(NamedTuple):
-    """What the environment says of copies. Each variable is ``KVPOOL_`` and the name of a field in capitals."""
+    """The settings of copies in the environment. Each variable is ``KVPOOL_`` and the name of a field in capitals."""
 
     load_priority: int
     """Of streams that load what a request waits for. CUDA takes the highest that there is, which is the lowest
@@ -80,7 +80,7 @@ class CopySettings(NamedTuple):
     copy_thread_blocks: int
     """Thread blocks of a kernel that copies over the link; 0 for as many as the kind of link needs."""
     copy_kernels: tuple[str, ...] = ()
-    """Kernels that may be chosen although no record says that they have passed on this kind of GPU."""
+    """Kernels that may be chosen although there is no record that they have passed on this kind of GPU."""
 
     @classmethod
     def read(cls, kernels: Collection[str], environment: Mapping[str, str] = os.environ) -> CopySettings:
@@ -152,7 +152,7 @@ class Driver:
         return ordinal
 
     def _ordinal(self, address: int) -> int | None:
-        """The GPU of an address, as the current context knows it."""
+        """The GPU of an address, in the current context."""
         number = ctypes.c_int(-1)
         status = self._attribute(ctypes.byref(number), _DEVICE_ORDINAL, address)
         return None if status or number.value < 0 else number.value
@@ -251,7 +251,7 @@ STICKY = frozenset(
 
 
 class Gpu(NamedTuple):
-    """What the driver says about a GPU. Memory is in bytes; the driver's CUDA version is a number such as 13010 for
+    """The driver's description of a GPU. Memory is in bytes; the driver's CUDA version is a number such as 13010 for
     13.1; the compute capability is a text such as "9.0"."""
 
     number: int

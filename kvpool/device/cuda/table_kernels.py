@@ -91,7 +91,7 @@ def step_tables(
     """``device.work.write_step`` in parallel. A thread has a column of a sequence, so that each block id is read once.
 
     ``numbers`` int64[sequences + 1, 4] and ``ids`` int32 are as in ``StagedStep``. They may lie in pinned memory.
-    ``chunks`` thread blocks share a sequence. Bit k of ``wanted`` says whether the k-th target of ``NAMES`` is wanted.
+    ``chunks`` thread blocks share a sequence. Bit k of ``wanted`` is whether the k-th target of ``NAMES`` is wanted.
     ``row_stride`` is in entries.
     """
     unit = cuda.blockIdx.x

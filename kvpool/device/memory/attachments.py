@@ -283,7 +283,7 @@ def attach(description: SharedTier | str) -> Attachment:
     """Make arrays on the memory of a pool of another process. ``description`` is the result of its ``share``, or the
     same as JSON text.
 
-    Nothing is copied. The pool's process says which blocks may be written (``reserve``) or read (``pin``), and when;
+    Nothing is copied. The pool's process decides which blocks may be written (``reserve``) or read (``pin``), and when;
     nothing here checks it. GPU memory is opened on the GPU that has the description's UUID.
 
     Raises PoolClosed if the pool is gone. Raises ValueError for something that is not a description, and for the

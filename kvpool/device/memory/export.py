@@ -75,7 +75,7 @@ class Export:
     of the element type as in the layout, or with ``raw`` of the integers that NumPy stores. Thread-safe, immutable. An
     export keeps the pool object alive, but does not keep it from closing. Arrays made of it do, until they are gone.
 
-    Streams: if GPU memory or pinned memory is asked for on a stream, that stream waits for all copies that the pool has
+    Streams: if GPU memory or pinned memory is requested on a stream, that stream waits for all copies that the pool has
     enqueued so far. ``__cuda_array_interface__`` names the legacy default stream, which then waits for them. Later
     copies are ordered by the ``stream`` of the pool's calls, and for the host by leases.
     """
@@ -83,7 +83,8 @@ class Export:
     __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "group", "part", "tier", "writable")
 
     def __init__(self, lending: Lending, place: TierPlace, view: Array, dtype: str, writable: bool) -> None:
-        # The view is an array of the right shape and strides that is never read. An index of it says where a part lies.
+        # The view is an array of the right shape and strides that is never read. An index of it gives the place of a
+        # part.
         self._lending, self._place, self._view = lending, place, view
         self.tier, self.group, self.part = place
         self._loan: Loan | None = None
@@ -192,7 +193,7 @@ class Export:
 
     def pinned_memory(self) -> Any:
         """Pinned memory as a ``cupy.cuda.PinnedMemoryPointer``, for code that accepts CuPy's pinned memory or a buffer
-        of bytes. It counts as a view, like any array. Waits for no copies: leases say what may be read.
+        of bytes. It counts as a view, like any array. Waits for no copies: read only what leases hold.
 
         Raises BufferError for a part with gaps, TypeError for memory that is not pinned, PoolClosed.
         """

@@ -33,7 +33,7 @@ def allocate_ram(nbytes: int) -> Uint8s:
 
 
 def available_ram(root: Path = Path("/")) -> int | None:
-    """Bytes that can be allocated before the system swaps or kills this process, or None where the system does not say.
+    """Bytes that can be allocated before the system swaps or kills this process, or None if that is unknown.
 
     This is the smaller of ``MemAvailable`` and what the limits of all control groups (v1 or v2) above this process
     leave. Linux only. ``root`` is where ``proc`` and ``sys`` are found.
@@ -140,7 +140,7 @@ _given: dict[int, tuple[MainMemory, Callable[[], object]]] = {}
 
 
 def allocate_shared(nbytes: int) -> Uint8s:
-    """Allocate zeroed uint8[nbytes], whose handle ``handle_of`` knows. Its pages are not touched. Raises
+    """Allocate zeroed uint8[nbytes], whose handle ``handle_of`` returns. Its pages are not touched. Raises
     MemoryError."""
     if nbytes == 0:
         return np.zeros(0, np.uint8)

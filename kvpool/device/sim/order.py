@@ -70,7 +70,7 @@ def host_call(kind: str) -> Access:
 class Race:
     """Two accesses to the same tokens, in the order of their calls. One of them is a write, and nothing orders them.
 
-    ``does`` says what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive). Arrays
+    ``does`` is what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive). Arrays
     outside the pools have the ids -1, -2, ... in the order in which they were first named.
     """
 
@@ -94,7 +94,7 @@ class Race:
 
 
 class RaceError(KVPoolError, AssertionError):
-    """Accesses that no event orders. ``races`` has all of them. ``schedule`` says how to run the same schedule
+    """Accesses that no event orders. ``races`` has all of them. ``schedule`` is how to run the same schedule
     again."""
 
     def __init__(self, races: Sequence[Race], schedule: str) -> None:

@@ -69,8 +69,8 @@ _FIRST_CREATED = 1 << 63
 
 
 class Task:
-    """Work in the queue of a stream. Each of its ``steps`` says whether it was the last one. ``writes`` (rows) are what
-    it writes, ``bound`` says whether it touches blocks, ``mirrored`` whether it is done on the shadow too."""
+    """Work in the queue of a stream. Each of its ``steps`` returns whether it was the last one. ``writes`` (rows) are
+    what it writes, ``bound`` is whether it touches blocks, ``mirrored`` whether it is done on the shadow too."""
 
     def __init__(
         self, access: Access, writes: Rows, steps: Iterator[bool], bound: bool = True, mirrored: bool = False

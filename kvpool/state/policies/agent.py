@@ -106,7 +106,7 @@ def on_admit(at, asked, slot):
 @jit
 def _named(policy, keys, depth, least):
     """The chain that the deepest of the keys in [least, depth) names, and how deep that is. NONE and ``least`` if none
-    does. Of many keys, only those are asked of which all are names, wherever their chain ended."""
+    does. If there are many keys, only those are looked up that are names wherever their chain ended."""
     few = depth - least <= _FEW
     while depth > least:
         c, ahead = np.int64(NONE), keys[max(depth - (_NEAR if few else _FEW), 0), 0]

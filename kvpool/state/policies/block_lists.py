@@ -1,4 +1,4 @@
-"""The lists of evictable blocks, and the heap of deadlines. Nothing here knows what the blocks hold."""
+"""The lists of evictable blocks, and the heap of deadlines. Nothing here depends on what the blocks hold."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def worth(rates, row, ms):
     if rates[LEARNT, row, 0] == 0.0 or rates[LEARNT, ROWS - 1, 0] >= rates[LEARNT, row, 0] + _REFRESH:
         for at in range(PAUSE_BINS):
             rates[CHANCE, row, at] = min(_chance(rates, row, at), 1.0)
-            rates[WORTH, row, at] = -1.0  # until somebody asks
+            rates[WORTH, row, at] = -1.0  # computed when needed
         rates[LEARNT, row, 0] = max(rates[LEARNT, ROWS - 1, 0], 1.0)
     if rates[WORTH, row, begin] < 0.0:
         rates[WORTH, row, begin] = _worth_from(rates, row, begin)

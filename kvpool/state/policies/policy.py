@@ -9,7 +9,7 @@ list of empty blocks, one of clean host copies (the device has the content too),
 nobody holds is in one of them. ``verify`` has its own version of ``list_of``, to check this one.
 
 A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
-``on_end_release`` keep them, and ``agent.choose`` says which block of the default priority is next on a tier, unless
+``on_end_release`` keep them, and ``agent.choose`` returns the next block of the default priority on a tier, unless
 ``adaptive`` follows LRU. ``on_join`` keeps what the host has of a chain together. In a HostCache ``on_touch`` and
 ``on_touched`` keep them.
 """
