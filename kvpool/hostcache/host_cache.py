@@ -238,7 +238,7 @@ class HostCache(Closing):
         with DeferSignals() as signals, self._lock:
             self._check_open()
             if hostcache.pin(self._groups, self._root, *wanted[1:], now_ms):
-                raise self._missing(wanted, "here")
+                raise _missing(wanted, "here")
             lease = HostLease(self, next(self._lease_numbers), owner, now_ms, wanted.keys, wanted.found[:, 2].copy())
             self._open[lease.id] = lease, lease.blocks[::-1].copy()
             signals.undo = partial(self._end_lease, lease.id, now_ms)
@@ -545,13 +545,8 @@ class HostCache(Closing):
             self._check_open()
             count = int(verb(self._groups, self._root, *wanted[1:], *more))
             if count == records.NOT_FOUND:
-                raise self._missing(wanted, needed)
+                raise _missing(wanted, needed)
         return count
-
-    def _missing(self, wanted: Packed, needed: str) -> BlockNotFound:
-        """The error of a verb that has refused a key. The caller holds the lock."""
-        key = wanted.keys[int(self._groups[0, records.H.detail])]
-        return BlockNotFound(f"key {key.hex()} is not {needed}")
 
     def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now_ms: int) -> int:
         """Run a verb that ends the wait of pending keys."""
@@ -596,3 +591,8 @@ def _states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -
         hostcache.KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy
     )
     return States(groups, settings)
+
+
+def _missing(wanted: Packed, needed: str) -> BlockNotFound:
+    """The error for the key that a verb has refused."""
+    return BlockNotFound(f"key {wanted.keys[int(wanted.found[0, 0])].hex()} is not {needed}")

@@ -244,12 +244,13 @@ def _drop(group, b):
 
 @jit
 def _locate_pending(group, identity, data, sizes, words, matches):
-    """Call ``locate``. Returns 0, or NOT_FOUND if a key is not pending: the first one is number ``detail``."""
+    """Call ``locate``. Returns 0, or NOT_FOUND if a key is not pending: ``matches[0, 0]`` is the place of the
+    first one."""
     locate(group, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
         b = matches[i, 2]
         if b == NONE or not blocks_of(group)[b].flags & PENDING:
-            group.detail = i
+            matches[0, 0] = i
             return np.int64(NOT_FOUND)
     return np.int64(0)
 
@@ -294,15 +295,15 @@ def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
 @jit(nogil=False)
 def publish(groups, identity, data, sizes, words, matches, now_ms):
     """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
-    published blocks. If a key is not pending, returns NOT_FOUND and changes nothing: the first one is number
-    ``detail``."""
+    published blocks. If a key is not pending, returns NOT_FOUND and changes nothing: ``matches[0, 0]`` is the
+    place of the first one."""
     return _end(groups, identity, data, sizes, words, matches, True, now_ms)
 
 
 @jit(nogil=False)
 def abort(groups, identity, data, sizes, words, matches, now_ms):
     """Empty pending blocks and release them. Returns their number. If a key is not pending, returns NOT_FOUND and
-    changes nothing: the first one is number ``detail``."""
+    changes nothing: ``matches[0, 0]`` is the place of the first one."""
     return _end(groups, identity, data, sizes, words, matches, False, now_ms)
 
 
@@ -319,12 +320,12 @@ def _use(group, b):
 @jit(nogil=False)
 def pin(groups, identity, data, sizes, words, matches, now_ms):
     """Pin the block of each key, and write it into column 2 of ``matches``. Returns 0. If a key is not HERE, returns
-    NOT_FOUND and changes nothing: the first one is number ``detail``."""
+    NOT_FOUND and changes nothing: ``matches[0, 0]`` is the place of the first one."""
     group = group_at(groups, 0)
     locate(group, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
         if _answer(group, matches[i, 2]) != HERE:
-            group.detail = i
+            matches[0, 0] = i
             return np.int64(NOT_FOUND)
     begin(group, now_ms)
     for i in range(words.shape[0]):
