@@ -19,6 +19,10 @@ from kvpool.device.launches import OPTIONS, cuda_source
 ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
 BULK = ARCHITECTURES[3:]
 """Those that have bulk copies."""
+EXHAUSTIVE = {name: () if name == "sm_90" else pytest.mark.exhaustive for name in ARCHITECTURES}
+"""One architecture is always compiled for, the others with ``--exhaustive``."""
+EACH = [pytest.param(name, marks=EXHAUSTIVE[name]) for name in ARCHITECTURES]
+EACH_BULK = [pytest.param(name, marks=EXHAUSTIVE[name]) for name in BULK]
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvpool.device.launches import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, cuda_sources, kernel_source
-from tests.kernels.cubins import ARCHITECTURES, BULK, cubin, dump, scoreboards
+from tests.kernels.cubins import ARCHITECTURES, BULK, EACH, EACH_BULK, EXHAUSTIVE, cubin, dump, scoreboards
 from tests.kernels.shim import kernels
 
 SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))
@@ -19,7 +19,11 @@ SUFFIXES = {16: ".128", 8: ".64", 4: "", 2: ".U16", 1: ".U8"}
 
 @pytest.mark.parametrize(
     ("source", "architecture"),
-    [(s, a) for s in SOURCES for a in ARCHITECTURES if a in BULK or s != "bulk_fragments.cu"],
+    [
+        pytest.param(source, name, marks=EXHAUSTIVE[name])
+        for source in SOURCES
+        for name in (BULK if source == "bulk_fragments.cu" else ARCHITECTURES)
+    ],
 )
 def test_cubin_has_no_spills_no_local_memory_and_fits_as_often_as_launches_expect(
     source: str, architecture: str
@@ -32,7 +36,7 @@ def test_cubin_has_no_spills_no_local_memory_and_fits_as_often_as_launches_expec
         assert numbers["REG"] * THREADS * BLOCKS_PER_MULTIPROCESSOR <= REGISTERS, (kernel, usage)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 @pytest.mark.parametrize("source", COPIES)
 def test_cubin_moves_words_of_its_widths_several_at_once(source: str, architecture: str) -> None:
     for kernel, sass in dump(source, architecture, "sass").items():
@@ -50,7 +54,7 @@ def test_cubin_moves_words_of_its_widths_several_at_once(source: str, architectu
 TABLE_LOADS = r"\bLDG\.E(?:\.64|\.128)?\.CONSTANT\b"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 def test_no_data_load_waits_for_the_row_of_the_next_piece(architecture: str) -> None:
     """A row of a table in host memory takes as long as data. Two round trips for a piece would be one after the
     other. A row is two loads of 16 bytes, and the next one is fetched before data moves."""
@@ -70,7 +74,7 @@ def test_no_data_load_waits_for_the_row_of_the_next_piece(architecture: str) -> 
     assert ways == 3 * IN_FLIGHT["copy_fragments"]
 
 
-@pytest.mark.parametrize("architecture", BULK)
+@pytest.mark.parametrize("architecture", EACH_BULK)
 def test_bulk_copies_hold_no_data_in_registers(architecture: str) -> None:
     """All data goes by copy units, both ways. A thread loads rows only: two halves of the first, and of later ones."""
     sass = dump("bulk_fragments.cu", architecture, "sass")["bulk_fragments"]
@@ -80,7 +84,7 @@ def test_bulk_copies_hold_no_data_in_registers(architecture: str) -> None:
     assert int(re.search(r"SHARED:(\d+)", usage).group(1)) <= 48 << 10  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("architecture", BULK)
+@pytest.mark.parametrize("architecture", EACH_BULK)
 def test_bulk_copies_wait_for_no_rows_before_they_are_needed(architecture: str) -> None:
     """The rows of 32 later turns are under way while pieces are copied: no copy waits for them."""
     code = scoreboards(dump("bulk_fragments.cu", architecture, "sass")["bulk_fragments"])
@@ -90,14 +94,14 @@ def test_bulk_copies_wait_for_no_rows_before_they_are_needed(architecture: str) 
     assert not [instruction.text for instruction in code[later[-1] + 1 : load + 1] if instruction.waits & raised]
 
 
-@pytest.mark.parametrize("architecture", BULK)
+@pytest.mark.parametrize("architecture", EACH_BULK)
 def test_bulk_copies_call_nothing(architecture: str) -> None:
     """For a stage in the memory of a cluster, sm_120 would get a branch to ``__cuda_syscall_cp_async_bulk_unicast``."""
     assert "CALL" not in dump("bulk_fragments.cu", architecture, "sass")["bulk_fragments"]
     assert b"__cuda_syscall" not in cubin("bulk_fragments.cu", architecture)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 def test_slots_are_loaded_together_whatever_their_width(architecture: str) -> None:
     """The loads of slots before a load of data: none waits for another."""
     for kernel, sass in dump("kv_copy.cu", architecture, "sass").items():

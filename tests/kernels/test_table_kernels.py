@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.device.launches import BLOCKS_PER_MULTIPROCESSOR, cuda_source, cuda_sources
-from tests.kernels.cubins import ARCHITECTURES, dump_image, scoreboards
+from tests.kernels.cubins import EACH, dump_image, scoreboards
 from tests.kernels.shim import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,7 +148,7 @@ def machine_code(name: str, architecture: str, what: str) -> str:
 NAMES = ["stage_rows", "step_tables"]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 @pytest.mark.parametrize("name", NAMES)
 def test_ptx_of_the_kernel_has_no_local_memory(name: str, architecture: str) -> None:
     ptx = compiled(name, architecture)
@@ -157,7 +157,7 @@ def test_ptx_of_the_kernel_has_no_local_memory(name: str, architecture: str) -> 
     assert ".local" not in ptx
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 @pytest.mark.parametrize("name", NAMES)
 def test_machine_code_of_the_kernel_has_no_local_memory_and_no_spills(name: str, architecture: str) -> None:
     usage = machine_code(name, architecture, "res-usage")
@@ -169,7 +169,7 @@ def test_machine_code_of_the_kernel_has_no_local_memory_and_no_spills(name: str,
     assert not re.search(r"\b(LDL|STL)\b", machine_code(name, architecture, "sass"))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 def test_a_staged_row_is_read_once_and_planes_before_any_element(architecture: str) -> None:
     """Host memory: there is a load of an id, and one of planes and the number of the row, before the barrier. The
     loop over planes, which stores, has none. The second load does not wait for the result of the first."""
