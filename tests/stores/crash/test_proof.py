@@ -66,6 +66,7 @@ def test_saving_again_what_a_crash_has_left_risks_nothing(recording: Recording, 
     assert result.states == 80 and result.promised and not result.failures, result.failures
 
 
+@pytest.mark.exhaustive
 def test_syncs_that_fail_acknowledge_nothing_that_a_crash_may_take(tmp_path: Path, built: Path) -> None:
     """No sync that works later makes up for one that has failed."""
     recording = record(tmp_path, parts=("failing",))
