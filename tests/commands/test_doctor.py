@@ -248,7 +248,7 @@ def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
 def test_oldest_versions_are_those_of_the_package() -> None:
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
-    extras_of_developers = ("test", "bench", "docs", "dev")
+    extras_of_developers = ("test", "bench", "docs", "dev", "coverage")
     extras = "\n".join(
         text for name, text in settings["options.extras_require"].items() if name not in extras_of_developers
     )
