@@ -41,7 +41,12 @@ class StoreCalls:
         self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
         self._lock, self._epoch = threading.Lock(), None if hasattr(store, "epoch") else b""
 
-    def do(self, job: StoreRequest, places: Rows, caught: type[BaseException] = BaseException) -> tuple[Bytes, str]:
+    def find(self, keys: Keys) -> Bytes:
+        """What the store answers to a find. Raises what it raises, and ValueError for what it must not answer."""
+        stored_keys = self._stored(keys)
+        return _codes(self._store.find(stored_keys.copy()), len(stored_keys))
+
+    def do(self, job: StoreRequest, places: Rows) -> tuple[Bytes, str]:
         """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
         try:
             if job.kind == FORGET:
@@ -51,15 +56,15 @@ class StoreCalls:
             if job.kind == CLEAR:
                 self._clear(job)
                 return NO_CODES, ""
-            job_keys = job.keys[places]
-            keys = self._stored(job_keys)
+            job_keys = job.keys if len(places) == len(job.keys) else job.keys[places]
             if job.kind == FIND:
-                return _codes(self._store.find(keys.copy()), len(keys)), ""
+                return self.find(job_keys), ""
+            keys = self._stored(job_keys)
             if job.lend is not None and isinstance(job_keys, BlockNames):
                 return self._lent(job, job.lend, job_keys, keys), ""
             call = self._sealed if job.kind == SAVE else self._checked
             return call(job, keys, job.rows[places], _contexts(job_keys)), ""
-        except caught as error:  # A store that fails in any way must not end the thread.
+        except BaseException as error:  # A store that fails in any way must not end the thread.
             return np.full(len(places), FAILED, np.uint8), _text_of(error)
 
     def _clear(self, job: StoreRequest) -> None:

@@ -130,7 +130,8 @@ def block_context(parent: bytes, tokens: Int32s, extra: Int64s | None, namespace
 
 def _bytes_argument(names: Iterable[bytes]) -> tuple[bytes, ...]:
     name_tuple = tuple(names)
-    for name in name_tuple:
-        if not isinstance(name, bytes):
-            raise TypeError(f"name: expected bytes, got {name!r:.80}")
+    if [*map(type, name_tuple)].count(bytes) < len(name_tuple):
+        for name in name_tuple:
+            if not isinstance(name, bytes):
+                raise TypeError(f"name: expected bytes, got {name!r:.80}")
     return name_tuple

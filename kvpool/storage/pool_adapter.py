@@ -224,27 +224,24 @@ class PoolAdapter:
 
     def publish(self, worker: StoreWorker, blocks: Sequence[Content], rows: Rows) -> list[bool]:
         """Import blocks of a prompt. It ends where the host is full. Raises DeviceError and PoolClosed."""
-        ordered = sorted(zip(blocks, rows.tolist(), strict=True), key=lambda entry: (entry[0].group, entry[0].place))
         published = dict.fromkeys(blocks, False)
+        ordered = sorted(zip(blocks, rows.tolist(), strict=True), key=lambda entry: (entry[0].group, entry[0].place))
         follows = groupby(enumerate(ordered), lambda entry: (entry[1][0].group, entry[1][0].place - entry[0]))
         for _, entries in follows:
-            run = [entry for _, entry in entries]
-            imported = self._import([content for content, _ in run], [worker.memory[row] for _, row in run])
-            published.update(zip((content for content, _ in run), imported, strict=True))
+            run = dict(entry for _, entry in entries)
+            first = next(iter(run))
+            group, prompt = self._pool.groups[first.group], first.prompt
+            if prompt is None:
+                break
+            data = [worker.memory[row][: group.block_bytes] for row in run.values()]
+            stored = self._pool.import_blocks(prompt, data, first=first.place, group=group.index)
+            self.loaded_blocks += stored
+            self.loaded_bytes += stored * group.block_bytes
+            imported = [True] * stored if stored == len(run) else self.here(list(run))
+            published.update(zip(run, imported, strict=True))
             if not all(imported):
                 break
         return list(published.values())
-
-    def _import(self, run: Sequence[Content], rows: Sequence[Bytes]) -> list[bool]:
-        """Import blocks that follow each other in one group of layers. Returns which of them the pool has now."""
-        group, prompt = self._pool.groups[run[0].group], run[0].prompt
-        if prompt is None:
-            return [False] * len(run)
-        data = [row[: group.block_bytes] for row in rows]
-        stored = self._pool.import_blocks(prompt, data, first=run[0].place, group=group.index)
-        self.loaded_blocks += stored
-        self.loaded_bytes += stored * group.block_bytes
-        return [True] * len(run) if stored == len(run) else self.here(run)
 
     # -- blocks that are saved -----------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ from kvpool.storage.calls import NO_CODES, NO_ROWS, StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import (
-    ABSENT,
     CANCELLED,
     CODES,
     KEY_BYTES,
@@ -321,24 +320,27 @@ class StoreWorker(Closing):
         """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a job can tell:
         another store, one that has failed or is suspended, or one that is to drop something. Hashes names."""
         self._process.check(self)
-        job = StoreRequest(self, FIND, keys_argument(keys), NO_ROWS, None, math.inf, b"", 0)
+        checked_keys = keys_argument(keys)
         with DeferSignals():
             with self._lock:
                 if not self.indexed or self._closing or len(self._drops) or self.health.suspended():
                     return None
                 # One more who uses the store, which is not closed meanwhile.
                 self._workers += 1
-            began = time.perf_counter()
+            began, codes = time.perf_counter(), None
             try:
-                codes, _ = self._calls.do(job, np.arange(len(job.keys)), Exception)
+                with suppress(Exception):
+                    codes = self._calls.find(checked_keys)
             finally:
                 self._end()
-            known = {OK, ABSENT}.issuperset(codes.tolist())
+            counts = [] if codes is None else np.bincount(codes, minlength=len(CODES)).tolist()
+            if sum(counts[:2]) != len(checked_keys):
+                return None
             with self._lock:
                 self._seconds[FIND] += time.perf_counter() - began
-                for code in codes.tolist() if known else ():
-                    self._blocks[FIND, CODES[code]] += 1
-            return codes if known else None
+                for code, count in zip(CODES, counts, strict=True):
+                    self._blocks[FIND, code] += count
+            return codes
 
     def load(
         self,

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -134,7 +134,7 @@ class TierStorage(Generic[Block]):
         self._tier, self.workers, self._clock = tier, workers, clock
         self._queued_blocks, self._save_seconds = queued_blocks, save_seconds
         self._policies, self._room, self._unread_seconds = policies, room, unread_seconds
-        self._queues: list[OrderedDict[Block, Any]] = [OrderedDict() for _ in workers]
+        self._queues: list[dict[Block, Any]] = [{} for _ in workers]
         self._saves: set[StoreRequest] = set()
         self.saved_blocks = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
@@ -216,7 +216,9 @@ class TierStorage(Generic[Block]):
         """Have blocks saved in every store that is not known to have them, and for which they do not wait. ``note``:
         what the tier notes of those for the store with a number."""
         for number, queue in enumerate(self._queues if blocks else ()):
-            new = [block for block in dict.fromkeys(self._tier.unsaved(number, blocks)) if block not in queue]
+            new = list(dict.fromkeys(self._tier.unsaved(number, blocks)))
+            if not queue.keys().isdisjoint(new):
+                new = [block for block in new if block not in queue]
             noted = note(number, new) if note and new else None
             room = max(0, self._queued_blocks - len(queue))
             queue.update(dict.fromkeys(new[:room], noted))
@@ -233,14 +235,15 @@ class TierStorage(Generic[Block]):
             more = more or bool(queue) and left <= 0
         return more
 
-    def _save(self, number: int, queue: OrderedDict[Block, Any]) -> int:
+    def _save(self, number: int, queue: dict[Block, Any]) -> int:
         """Save the first blocks of a queue. Returns how many left it."""
         worker = self.workers[number]
         count = self._tier.take(worker, queue)
         if not count:
             return 0
         usable = worker.usable(SAVE)
-        chosen = dict(queue.popitem(last=False) for _ in range(count if usable else len(queue)))
+        # All at once: a dict looks for its first key after all that have gone.
+        chosen = {block: queue.pop(block) for block in list(islice(queue, count if usable else None))}
         if not usable:
             return self._give_up(number, chosen, "suspended")
         tag, limit = self._tier.space(worker, next(iter(chosen)))

@@ -75,7 +75,7 @@ MUTATIONS = (
         "job.returned",
         "job.done",
         "A load that hung writes into the blocks of another request.",
-        ("tests/stores/test_worker_calls.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),
+        ("tests/stores/test_worker_calls.py::test_nobody_waits_for_rows_that_hang",),
     ),
     Mutation(
         "the_secret_of_another_user_is_used",
