@@ -92,6 +92,9 @@ class LostLock:
     def __exit__(self, *error: object) -> None:
         """Nothing to do: nobody is inside."""
 
+    def _is_owned(self) -> bool:
+        return False
+
 
 def _is_free(lock: Any) -> bool:
     """Whether this thread can take a lock."""

@@ -115,8 +115,12 @@ class Retired(Generic[Item]):
 
     def add(self, stream: int, event: Any, item: Item) -> None:
         """Add an item that is in use until ``event``. The event is later than those of all earlier items of that
-        stream."""
-        self._streams.setdefault(stream, deque()).append((event, item))
+        stream. An item that was added last gets another event."""
+        items = self._streams.setdefault(stream, deque())
+        if items and items[-1][1] is item:
+            items[-1] = event, item
+        else:
+            items.append((event, item))
 
     def reclaim(self) -> Iterator[Item]:
         """Forget the items whose events are complete, and yield each. Iterate to the end."""
@@ -135,8 +139,7 @@ class Retired(Generic[Item]):
         return self._streams[stream][0][0]
 
     def pending(self) -> int:
-        """How many items are in use now. Changes nothing, so that a signal handler may ask in the middle of a
-        change."""
+        """How many items are in use now. Changes nothing, so that a destructor may ask in the middle of a change."""
         streams = [list(items) for items in list(self._streams.values())]
         return sum(len(list(dropwhile(lambda item: self._query(item[0]), items))) for items in streams)
 

@@ -11,7 +11,6 @@ from kvpool.common.arguments import Ids, each_argument, id_array
 from kvpool.common.arrays import Int32s, Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import DeviceError
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
@@ -45,7 +44,7 @@ class BlockTables:
         core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
         if stream is not None:
             core.decide(stream, use, which, ids=which)
-        with core.lock:
+        with core.lock, core.changes:
             rows = core.rows(which)
             lengths = core.states[g].sequences["length"][rows].astype(np.int64)
             return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
@@ -75,7 +74,7 @@ class BlockTables:
         if stream is not None:
             core.decide(stream, use, which, ids=which)
         out = np.empty((len(which), 2), np.int32)
-        with core.lock:
+        with core.lock, core.changes:
             recurrent.state_blocks(core.states.groups, g, core.rows(which), out)
         return out
 
@@ -107,9 +106,9 @@ class BlockTables:
         core, (which, begins, each, g) = self.core, step_arguments(self.core, ids, first, counts, group)
         step = HostStep(None if out is None else step_argument("out", out), begins, each)
         if stream is not None:
-            core.decide(stream, step.write, which, g, True, ids=which)
+            core.use(stream, step.write, which, g, True, ids=which)
             return step.written
-        with core.lock:
+        with core.lock, core.changes:
             core.check_open()
             error = step.write(core.states.groups, which, g, False)
             if error < 0:
@@ -280,17 +279,16 @@ class BlockTables:
         core, on = self.core, stream_argument(stream)
         core.refuse_inside(call)
         upload.capture(core.tables[g].shape[1])
-        with DeferSignals():
-            buffer = self._staging.allocate(upload.room(core.states.groups, g, NO_IDS))
-            try:
-                with core.transfer.hold():
-                    with core.lock, core.device.host_access(stores=[buffer.array]):
-                        core.check_open()
-                        staged = upload.stage(core.states.groups, g, NO_IDS, buffer)
-                    core.device.enqueue(upload.work(buffer, staged), on, captured=True)
-            except BaseException:
-                self._staging.give_back(buffer)
-                raise
+        buffer = self._staging.allocate(upload.room(core.states.groups, g, NO_IDS))
+        try:
+            with core.transfer.lock:
+                with core.lock, core.changes, core.device.host_access(stores=[buffer.array]):
+                    core.check_open()
+                    staged = upload.stage(core.states.groups, g, NO_IDS, buffer)
+                core.device.enqueue(upload.work(buffer, staged), on, captured=True)
+        except BaseException:
+            self._staging.give_back(buffer)
+            raise
         return GraphTables(core, self._staging, upload, buffer, count, g)
 
     def _upload(self, call: str, upload: BlockTableUpload, which: Rows, stream: StreamLike, g: int) -> None:
@@ -299,15 +297,15 @@ class BlockTables:
         decided, on = 0, None if stream is None else self.core.as_stream(stream)
         self.core.refuse_inside(call)
         behind = on or self.core.as_stream(self._stream_of(which))
-        with DeferSignals():
-            while not decided:
-                buffer = self._staging.take(upload.room(self.core.states.groups, g, which), behind)
-                try:
-                    staged = self.core, self._staging, upload, buffer, on, g
-                    decided = self.core.decide(on, _stage, which, *staged)
-                finally:
-                    if not upload.retained:
-                        self._staging.give_back(buffer)
+        while not decided:
+            upload.cancelled = False
+            buffer = self._staging.take(upload.room(self.core.states.groups, g, which), behind, upload)
+            try:
+                staged = self.core, self._staging, upload, buffer, on, g
+                decided = self.core.use(on, _stage, which, *staged)
+            finally:
+                if not upload.retained:
+                    self._staging.cancel(upload)
         if upload.error is not None:
             raise upload.error
         if not upload.retained:
@@ -369,10 +367,9 @@ class GraphTables(Closing):
         self._upload.choose(*(tokens_argument(*pair, len(which)) for pair in (("first", first), ("counts", counts))))
         on = core.as_stream(stream)
         core.refuse_inside("stage")
-        with DeferSignals():
-            self._staging.await_replay(self._buffer, on)
-            core.decide(on, _stage, which, core, self._staging, self._upload, self._buffer, on, self._group)
-            core.check_open()
+        self._staging.await_replay(self._buffer, on)
+        core.use(on, _stage, which, core, self._staging, self._upload, self._buffer, on, self._group)
+        core.check_open()
 
     def close(self) -> None:
         """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; waits
@@ -381,9 +378,8 @@ class GraphTables(Closing):
         ValueError, with nothing changed, while the stream of the replays is being captured; DeviceError."""
         buffer = self._buffer
         if buffer is not None and not self._core.closed:
-            with DeferSignals():
-                self._staging.retain_replay(buffer)
-                self._buffer = None
+            self._staging.retain_replay(buffer)
+            self._buffer = None
 
 
 def _stage(

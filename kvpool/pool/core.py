@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,15 @@ from kvpool.common.arguments import milliseconds
 from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import read_only
+from kvpool.common.changes import Changes
 from kvpool.common.errors import (
     DeviceError,
     InsufficientMemory,
-    KVPoolError,
     OutOfBlocks,
     OutOfSequences,
     PoolClosed,
     UnknownSequence,
 )
-from kvpool.common.interrupt import DeferSignals, deliver
 from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
@@ -89,8 +89,9 @@ class Names:
 class Core:
     """The state of one pool, and the only way to change it. Thread-safe.
 
-    ``lock`` is the state lock. It guards ``states`` and ``names``, the namespaces that events name. ``tables`` are the
-    rows of each group, read-only. ``tokens`` is the state of a group that has the tokens of sequences.
+    ``lock`` is the state lock. It guards ``states`` and ``names``, the namespaces that events name. Whoever holds it
+    enters ``changes`` too. ``tables`` are the rows of each group, read-only. ``tokens`` is the state of a group that
+    has the tokens of sequences.
     """
 
     def __init__(self, config: PoolConfig, device: Device, states: States) -> None:
@@ -98,8 +99,9 @@ class Core:
         # Reentrant: a destructor that closes a lease while its thread is inside the pool must not wait for itself.
         self.lock: AbstractContextManager[Any]
         self._hold_lock(threading.RLock())
+        self.changes = Changes()
         token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in config.groups]
-        self.transfer = Transfer(states, self.lock, device, token_bytes)
+        self.transfer = Transfer(states, self.lock, self.changes, device, token_bytes)
         self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.header.kind != records.CROSS)
@@ -109,37 +111,66 @@ class Core:
         self.closed = False
         kv_events.announce(states)
 
-    def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Int64s | None = NO_IDS) -> Any:
+    def decide(
+        self,
+        stream: Any,
+        verb: Callable[..., Any],
+        *args: Any,
+        ids: Int64s | None = NO_IDS,
+        first: Callable[[], tuple[Any, ...] | None] | None = None,
+        finish: Callable[[Any], object] | None = None,
+    ) -> Any:
         """Run a jitted verb under the state lock, queue its copy ops, and enqueue everything queued before it.
 
         Decisions of other threads are enqueued too, since a block that this call returns may wait for them. ``ids`` are
         the sequences whose streams the call concerns (None: all live ones). ``stream`` is the one that the caller
-        named. Raises what the verb refuses. A copy that the device refuses raises nothing here: see
-        ``copying.transfer``.
+        named. ``first`` is called under the lock before the verb. It may refuse by an exception, and may return the
+        arguments of the verb. ``finish`` is called with the result: see ``Changes``. Raises what the verb refuses. A
+        copy that the device refuses raises nothing here: see ``pool.transfer``.
         """
+        run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
+        return self._decide(stream, verb, run, args, ids, first, partial(self.changes.run, finish=finish))
+
+    def use(self, stream: Any, call: Callable[..., Any], *args: Any, ids: Int64s = NO_IDS) -> Any:
+        """``decide`` for a function in Python that reads the state, and notes at most which stream uses ``ids``. What
+        an exception leaves of that harms nothing."""
+        return self._decide(stream, call, call, args, ids, None, _call)
+
+    def _decide(
+        self,
+        stream: Any,
+        verb: Callable[..., Any],
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        ids: Int64s | None,
+        first: Callable[[], tuple[Any, ...] | None] | None,
+        make: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
         inside, groups, transfer, order = self._owned(), self.states.groups, self.transfer, self.transfer.order
         asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
-        run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
-        with DeferSignals():
-            with self.lock:
-                if self.closed or transfer.broken is not None:
-                    self.check_open()
-                # A signal handler or destructor may decide inside another call. It finds that call's copy ops here, and
-                # keeps them in order.
-                transfer.collect()
-                if order is None:
-                    result = run(groups, *args)
-                else:
-                    result = transfer.decide(on, ids, run, *args)
-                if result < 0:
-                    raise self._refusal(result, verb, *args)
-                mine = transfer.collect()
-                later = mine and transfer.may_lag()
-            if later and not inside:
-                transfer.drain_later()
-            elif (mine or transfer.waiting) and not inside:
-                transfer.drain()
+        with self.lock, self.changes:
+            if self.closed or transfer.broken is not None or self.changes.torn is not None:
+                self.check_open()
+            # A destructor may decide inside another call. It finds that call's copy ops here, and keeps
+            # them in order.
+            transfer.collect()
+            if first is not None:
+                args = first() or args
+            call = partial(run, groups, *args)
+            result = make(call) if order is None else transfer.decide(on, ids, make, call)
+            if result is not None and result < 0:
+                raise self._refusal(result, verb, *args)
+            if self.changes.torn is not None:
+                self.check_open()
+            mine = transfer.collect()
+            later = mine and transfer.may_lag()
+        if later and not inside:
+            transfer.drain_later()
+        elif (mine or transfer.waiting) and not inside:
+            transfer.drain()
+        if self.changes.torn is not None:
+            self.check_open()
         return result
 
     def _refusal(self, code: int, verb: Callable[..., Any], ids: Int64s, *args: Any) -> Exception:
@@ -156,22 +187,17 @@ class Core:
             return self._lengths[(ids.item() & 0xFFFFFFFF) % len(self._lengths)] <= KEEP_GIL_TOKENS
         return bool(are_short(self.states.groups, self.tokens.group, ids, KEEP_GIL_TOKENS))
 
-    def release_unseen(self, ids: Int64s) -> None:
-        """Release sequences whose ids nobody gets, where there are any."""
-        made = ids[ids != records.NONE]
-        if len(made) and not self.closed:
-            with suppress(KVPoolError):
-                self.decide(None, verbs.release, made, True, self.now(), ids=made)
-
     def as_stream(self, stream: object) -> Stream:
         """``Device.as_stream`` of an open pool. Raises PoolClosed, too."""
         self.check_open()
         return self.transfer.as_stream(stream)
 
     def check_open(self) -> None:
-        """Raise PoolClosed if the pool was closed, or its device has failed for good."""
+        """Raise PoolClosed if the pool was closed, its device has failed for good, or its state is in doubt."""
         if self.closed:
             raise PoolClosed("the pool is closed")
+        if self.changes.torn is not None:
+            raise PoolClosed(f"the state of the pool is in doubt: {self.changes.torn}") from self.changes.torn
         if self.transfer.broken is not None:
             raise PoolClosed(f"the device has failed: {self.transfer.broken}") from self.transfer.broken
 
@@ -179,9 +205,7 @@ class Core:
         """Raise inside a decision or an enqueueing of this thread. The thread holds a lock, and others would wait for
         what the call waits for."""
         if self._owned() or self.transfer.enqueuing:
-            raise RuntimeError(
-                f"{call} inside another call of this pool: destructors and signal handlers may close leases and release"
-            )
+            raise RuntimeError(f"{call} inside another call of this pool: destructors may close leases and release")
 
     def now(self) -> int:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
@@ -209,7 +233,7 @@ class Core:
 
     def enable_extra(self) -> None:
         """Have the state keep extra ids from now on."""
-        with DeferSignals(), self.lock:
+        with self.lock, self.changes:
             self.states.enable_extra()
 
     def note(self, kind: int, stream: Stream | None, ids: Int64s) -> None:
@@ -226,7 +250,7 @@ class Core:
         """Have the host wait for events. The caller holds no lock. After a DeviceError the pool counts as broken."""
         try:
             for event in events:
-                deliver(self.device.synchronize, event)
+                self.device.synchronize(event)
         except DeviceError as error:
             self.transfer.broken = self.transfer.broken or error
             raise
@@ -236,9 +260,8 @@ class Core:
         holds no lock."""
         on = self.as_stream(stream)
         self.refuse_inside("what waits for copies")
-        with DeferSignals():
-            self.transfer.drain()
-            self.transfer.follow(on)
+        self.transfer.drain()
+        self.transfer.follow(on)
 
     def disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
@@ -254,7 +277,7 @@ class Core:
 
     def _hold_lock(self, lock: Any) -> None:
         self.lock = lock
-        # Whether this thread is in a call already, and holds the lock. Then this is a destructor or a signal handler.
+        # Whether this thread is in a call already, and holds the lock. Then this is a destructor.
         self._owned: Callable[[], bool] = getattr(lock, "_is_owned", lambda: False)
 
 
@@ -279,6 +302,10 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)
     return States(sizes, settings, own_table(table, len(sizes), sequences, columns))
+
+
+def _call(call: Callable[[], Any]) -> Any:
+    return call()
 
 
 def refusal(

@@ -123,7 +123,7 @@ def explained(core: Core, keys: BlockKeys, match: Match, lacks: Bools) -> Explan
 def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[tuple[MissReason, int | None]]:
     """Yield why each of the blocks from ``first`` on is not reused, and how many ms ago it left."""
     now_ms = core.now()
-    with core.lock:
+    with core.lock, core.changes:
         core.check_open()
         ring, count = core.states.ring.gone.copy(), int(core.states.ring.numbers[N.gone])
         names = list(core.names.known.items())[:NAMESPACES_MOST]
@@ -139,7 +139,7 @@ def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[
             scope = Scope(name.salt, name.adapter_id, (tag, *name.root), keys.origin)
             other = BlockKeys.of_private(keys.tokens, NO_KEYS, keys.extra_ids, scope, core.states.groups)
             cached = np.empty_like(elsewhere)
-            with core.lock:
+            with core.lock, core.changes:
                 control.cached(core.states.groups, key_rows(other), control.ANY_TIER, cached)
             elsewhere |= cached
     halves = key_rows(keys)[:, 0].tolist()

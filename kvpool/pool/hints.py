@@ -166,7 +166,7 @@ class Hints(Together):
 
     def _remember(self, session: str, keys: BlockKeys) -> None:
         """A session has come so far. The oldest sessions are forgotten if all have more blocks than the pool."""
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             name = keys.namespace, session
             self._remembered += len(keys.keys) - self._forget_session(name)
             self._sessions[name] = keys
@@ -199,7 +199,7 @@ class Hints(Together):
         else:
             if "session" in payload:
                 session = name_argument("session", payload["session"])
-                with self.core.lock:
+                with self.core.lock, self.core.changes:
                     prompt = self._sessions.get((scope.namespace, session))
                 if prompt is None:
                     raise ValueError(f"session: expected one that a release has named lately, got {session!r:.80}")
@@ -218,7 +218,7 @@ class Hints(Together):
         if kind == "prefetch" and prompt is None:
             raise ValueError("payload: expected tokens or session for prefetch, got keys")
         cached = np.empty(len(rows), np.bool_)
-        with core.lock:
+        with core.lock, core.changes:
             control.cached_in(core.states.groups, rows, np.int64(namespace), cached)
             places, why = np.flatnonzero(cached), "" if cached.all() else "not all is cached in this namespace"
             if kind != "drop":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,6 @@ from kvpool.common.arrays import Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import read_only
 from kvpool.common.errors import BlockNotFound, LeaseExpired, PoolClosed
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing
 from kvpool.device.base import Stream, StreamLike
 from kvpool.device.memory.pools import MemoryPools
@@ -105,58 +106,77 @@ class Leases:
         only = int(records.NONE) if group is None else core.config.group(group)
         now_ms, on = core.now(), None if stream is None else core.as_stream(stream)
         core.refuse_inside("pin")
-        with DeferSignals() as signals:
-            with core.lock:
-                core.check_open()
-                lease = self.take(keys, ids, tier, owner, only, now_ms, on)
-                signals.undo = partial(self._take_back, lease)
-                # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be
-                # noticed below.
-                behind = core.transfer.collect() or core.transfer.waiting
+        with core.lock, core.changes:
+            core.check_open()
+            lease = self.take(keys, ids, tier, owner, only, now_ms, on)
+            # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be noticed
+            # below.
+            behind = core.transfer.collect() or core.transfer.waiting
+        try:
             if behind:
                 core.transfer.drain()
                 lost = self._lost(lease, now_ms)
                 if lost is not None:
                     raise _not_found(lease.keys, lost, tier, lease.blocks)
+            if core.changes.torn is not None:
+                core.check_open()
             if on is None and core.transfer.order is not None:
                 self._await(lease)
-            return lease
-
-    def _take_back(self, lease: Lease) -> None:
-        """After any error, nobody has got the lease."""
-        if self.is_open(lease):
-            self.close(lease)
+        except BaseException:
+            # Nobody gets the lease. If this is interrupted too, it is listed.
+            with suppress(LeaseExpired, PoolClosed):
+                self.close(lease)
+            raise
+        return lease
 
     def take(
         self, keys: Ids | None, ids: Ids | None, tier: int, owner: str, only: int, now_ms: int, stream: Stream | None
     ) -> Lease:
         """A lease that waits for nothing. The caller holds the state lock, enqueues the copies for the lease, and then
         asks whether they came. Raises BlockNotFound."""
-        groups = self.core.states.groups
+        groups, new = self.core.states.groups, list[Lease]()
+        block_ids = np.empty((len(groups), 0 if keys is None else len(keys)), np.int64)
+        verb: partial[Any]
+        if keys is None:
+            verb = partial(control.pin_blocks, groups, ids)
+        else:
+            verb = partial(control.pin_keys, groups, only, keys, tier, block_ids)
+
+        def open_lease(error: int) -> None:
+            if error:
+                return
+            if not new:
+                new.append(self._made(keys, ids, block_ids, owner, now_ms, stream))
+            lease = new[0]
+            self._count = max(self._count, lease.id)
+            self._open[lease.id] = lease
+            self.core.note(WILL_READ, stream, lease.blocks)
+
+        if self.core.changes.run(verb, finish=open_lease):
+            raise _not_found(keys, int(groups[0, records.H.detail]), tier, ids)
+        return new[0]
+
+    def _made(
+        self,
+        keys: Ids | None,
+        ids: Ids | None,
+        block_ids: Ids,
+        owner: str,
+        now_ms: int,
+        stream: Stream | None,
+    ) -> Lease:
+        """The lease of blocks that were pinned by id, or by key in each group."""
+        states = self.core.states
         if keys is None:
             assert ids is not None
-            if control.pin_blocks(groups, ids):
-                raise _not_found(None, int(groups[0, records.H.detail]), tier, ids)
-            block_groups, _ = self.core.states.pool_ids.place(ids)
+            blocks, named = ids, None
+            block_groups, _ = states.pool_ids.place(ids)
         else:
-            block_ids = np.empty((len(groups), len(keys)), np.int64)
-            if control.pin_keys(groups, only, keys, tier, block_ids):
-                raise _not_found(keys, int(groups[0, records.H.detail]), tier)
             block_groups, places = np.nonzero(block_ids != records.NONE)
-            ids, keys = block_ids[block_groups, places], keys[places]
-        try:
-            generation, at = int(groups[0, records.H.generation]), self._pools.addresses(ids)
-            named = None if keys is None else keys.view(np.uint64)
-            lease = Lease(
-                self, self._count + 1, owner, generation, now_ms, read_only(ids), block_groups, named, at, stream
-            )
-            self.core.note(WILL_READ, stream, ids)
-            self._open[lease.id] = lease
-        except BaseException:
-            control.unpin(groups, ids, now_ms)
-            raise
-        self._count += 1
-        return lease
+            blocks, named = block_ids[block_groups, places], keys[places].view(np.uint64)
+        generation, at = int(states.groups[0, records.H.generation]), self._pools.addresses(blocks)
+        number = self._count + 1
+        return Lease(self, number, owner, generation, now_ms, read_only(blocks), block_groups, named, at, stream)
 
     def settle(self, lease: Lease, now_ms: int) -> bool:
         """Whether the copies for which a lease waits are enqueued. If the device has refused one, the lease is
@@ -167,20 +187,28 @@ class Leases:
     def _lost(self, lease: Lease, now_ms: int) -> int | None:
         """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would
         have filled."""
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             lost = np.flatnonzero(self.core.states.gather("flags", lease.blocks) & records.LOST)
             if len(lost) == 0:
                 return None
-            if self._open.pop(lease.id, None) is not None:
-                control.unpin(self.core.states.groups, lease.blocks.copy(), now_ms)
+            if self.is_open(lease):
+                self._unpin(lease, now_ms)
             return int(lost[0])
+
+    def _unpin(self, lease: Lease, now_ms: int, finish: Callable[[Any], object] | None = None) -> None:
+        """End an open lease. The caller holds the state lock."""
+        self.core.changes.run(
+            partial(self._open.pop, lease.id, None),
+            partial(control.unpin, self.core.states.groups, lease.blocks.copy(), now_ms),
+            finish=finish,
+        )
 
     def _await(self, lease: Lease) -> None:
         """Wait, with no lock held, until the host can read the bytes of a lease. Raises LeaseExpired if it was revoked
         meanwhile."""
         ids = lease.blocks.copy()
         self.core.wait_for(self.core.transfer.pending(ids))
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             # Under the lock: a pool that is being closed gives the memory back once no lease is open.
             if self.is_open(lease):
                 lease.access.enter_context(self.core.device.host_access(reads=self._filled(ids)))
@@ -230,9 +258,9 @@ class Leases:
         """What ``Lease.close`` does. It enqueues nothing and waits for nothing, so a destructor may call it
         anywhere."""
         now_ms, on = self.core.now(), None if stream is None else self.core.device.as_stream(stream)
-        with DeferSignals(), self.core.lock:
-            if self.core.closed:
-                raise PoolClosed("the pool is closed")
+        with self.core.lock, self.core.changes:
+            if self.core.closed or self.core.changes.torn is not None:
+                self.core.check_open()
             self.give_back(lease, now_ms, on).close()
 
     def give_back(self, lease: Lease, now_ms: int, stream: Stream | None) -> ExitStack:
@@ -240,15 +268,14 @@ class Leases:
         lock. Raises LeaseExpired."""
         if not self.is_open(lease):
             raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
-        del self._open[lease.id]
-        control.unpin(self.core.states.groups, lease.blocks.copy(), now_ms)
-        self.core.note(ACCESSED, lease.stream if stream is None else stream, lease.blocks)
+        on = lease.stream if stream is None else stream
+        self._unpin(lease, now_ms, lambda _: self.core.note(ACCESSED, on, lease.blocks))
         return lease.access
 
     def revoke(self, owner: str) -> int:
         """Close all leases of an owner; returns how many."""
         now_ms, count = self.core.now(), 0
-        with DeferSignals(), self.core.lock:
+        with self.core.lock, self.core.changes:
             self.core.check_open()
             for lease in self.all:
                 # A destructor may close one meanwhile.

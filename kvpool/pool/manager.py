@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, overload
 from weakref import WeakSet
@@ -43,7 +43,6 @@ from kvpool.common.errors import (
     PoolBusy,
     counted,
 )
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing
 from kvpool.device import get_device
 from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
@@ -227,6 +226,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(pool_device, self._pools)
         self._report: CloseReport | None = None
+        self._closing, self._freed = threading.RLock(), False
+        core.transfer.forks.guard(self, "_closing")
         self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
 
@@ -348,7 +349,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         ``group``: the index of a group of layers, required where there are several. Does not change the pool.
         """
         which, g = id_array("ids", ids), self.core.config.group(group)
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             named = self.core.tables[g][self.core.rows(which)]
             blocks, times = np.unique(named[named != records.NONE], return_counts=True)
             return int(np.count_nonzero(self.core.states[g].blocks["ref_word"][blocks] == times))
@@ -370,12 +371,10 @@ class KVCacheManager(Hints, BlockTables, Closing):
         which, count = id_array("ids", ids), integer_argument("n", n, 0, 1 << 24)
         if len(which) * count > len(self.core.tokens.sequences):
             # It is refused in any case, so nothing is allocated for it.
-            self.core.decide(stream, _refuse_forks, which, len(which) * count, ids=which)
+            self.core.use(stream, _refuse_forks, which, len(which) * count, ids=which)
         out = np.full((len(which), count), records.NONE)
-        with DeferSignals() as door:
-            door.undo = lambda: self.core.release_unseen(out.ravel())
-            self.core.decide(stream, verbs.fork, which, out, ids=which)
-            return out[0] if is_integer(ids) else out
+        self.core.decide(stream, verbs.fork, which, out, ids=which)
+        return out[0] if is_integer(ids) else out
 
     def reorder(self, ids: Ids, parents: Ids, *, store: bool = False, stream: StreamLike = None) -> None:
         """The step of a beam search: sequence ``ids[i]`` continues what ``ids[parents[i]]`` has now, all at once.
@@ -450,13 +449,13 @@ class KVCacheManager(Hints, BlockTables, Closing):
         ValueError.
         """
         which = id_array("ids", ids)
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             figures = statistics.requests(self.core, self.core.rows(which))
         return statistics.RequestStats(*(int(figure[0]) for figure in figures)) if is_integer(ids) else figures
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             values = self.core.tokens.sequences[name][self.core.rows(which)]
         return int(values[0]) if is_integer(ids) else values
 
@@ -507,9 +506,16 @@ class KVCacheManager(Hints, BlockTables, Closing):
         return self._leases.pin(None, id_array("ids", ids), control.ANY_TIER, owner, stream)
 
     @property
+    def sequences(self) -> list[int]:
+        """The ids of live sequences, those that are swapped out included. Thread-safe. Raises PoolClosed."""
+        with self.core.lock, self.core.changes:
+            self.core.check_open()
+            return self.core.live(records.LIVE | records.SWAPPED).tolist()
+
+    @property
     def leases(self) -> list[Lease]:
         """Open leases, oldest first."""
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             return self._leases.all
 
     def reserve(
@@ -615,8 +621,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         for what they have enqueued on the streams that they named. Changes the pool. Thread-safe.
         """
         owner = text_argument("owner", owner)
-        with DeferSignals():
-            return self._leases.revoke(owner) + self._reservations.revoke(owner)
+        return self._leases.revoke(owner) + self._reservations.revoke(owner)
 
     # -- moving content between the tiers --------------------------------------------------------
 
@@ -649,7 +654,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         """
         which, rows = tier_number(tier), self._named(prompt)[1]
         out = np.empty((len(self.core.states), len(rows)), np.bool_)
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             self.core.check_open()
             control.cached(self.core.states.groups, rows, which, out)
         return out
@@ -667,7 +672,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         rows = key_rows(keys)
         brought = _flags(there, (len(groups), len(rows)))
         cached = np.empty_like(brought)
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             self.core.check_open()
             control.cached(groups, rows, control.ANY_TIER, cached)
             lacks = brought | cached
@@ -823,7 +828,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
         Cheap enough for every step. Thread-safe; changes nothing. Raises PoolClosed.
         """
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             self.core.check_open()
             if len(self.core.tables) == 1:
                 return int(verbs.free_device_blocks(self.core.states.groups))
@@ -862,31 +867,34 @@ class KVCacheManager(Hints, BlockTables, Closing):
             raise ValueError("snapshot: expected False in a pool that records no events (event_capacity=0), got True")
         if since is not None:
             since = integer_argument("since", since, 0, 1 << 62)
-        with DeferSignals() as signals:
-            with self.core.lock:
-                self.core.check_open()
-                taken = kv_events.take(self.core.states, self.core.names.known, snapshot, since)
-                signals.undo = partial(self._put_back, taken)
+        with self.core.lock, self.core.changes:
+            self.core.check_open()
+            taken = kv_events.take(self.core.states, self.core.names.known, snapshot, since)
+        try:
             return kv_events.decode(taken)
-
-    def _put_back(self, taken: kv_events.Taken) -> None:
-        with self.core.lock:
-            kv_events.put_back(self.core.states, taken)
+        except BaseException:
+            with self.core.lock, self.core.changes:
+                kv_events.put_back(self.core.states, taken)
+            raise
 
     def stats(self) -> statistics.Stats:
         """A snapshot; also of a closed pool. Thread-safe; changes nothing, except that reservations may expire."""
         core, deadlines = self.core, self._reservations.deadlines
         now_ms, uploads = core.now() if self._leases.all or deadlines else 0, self._staging.in_flight()
-        with core.lock:
+        with core.lock, core.changes:
             self._reservations.expire(now_ms)
             ages = [now_ms - lease.since for lease in self._leases.all]
             late = deadlines.expired, len(deadlines.overdue)
             return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, uploads, late)
 
     def verify(self) -> None:
-        """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
-        with self.core.lock:
-            self.core.check_open()
+        """Check every invariant of the state; also where the pool has failed. Slow. Raises IntegrityError, which names
+        the one that does not hold; PoolClosed."""
+        with self.core.lock, self.core.changes:
+            if self.core.closed:
+                self.core.check_open()
+            if self.core.changes.torn is None:
+                self.core.transfer.collect()  # what an interrupted call has decided and not queued
             verify_states(self.core.states, self._pinned())
             for check, detail in self._staging.findings():
                 raise IntegrityError(check, detail)
@@ -904,19 +912,20 @@ class KVCacheManager(Hints, BlockTables, Closing):
         Raises PoolBusy while sequences live or reservations are open. ``force=True`` releases and aborts them; their
         loaders must not write any more.
         """
-        self.core.decide(None, self._reset, bool_argument("force", force), self.core.now(), ids=None)
+        force, now_ms = bool_argument("force", force), self.core.now()
 
-    def _reset(self, groups: Int64s, force: bool, now_ms: int) -> int:
-        ids, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
-        if len(reserved) and not force:
-            raise PoolBusy(
-                f"{len(ids)} sequences are live and {len(reserved)} reservations open: end them, or reset(force=True)"
-            )
-        if len(ids) and not force:
-            raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-        verbs.reset(groups, np.concatenate([ids, reserved]), now_ms)
-        self._reservations.clear(now_ms)
-        return 0
+        def named() -> tuple[Any, ...]:
+            live, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
+            if len(reserved) and not force:
+                raise PoolBusy(
+                    f"{len(live)} sequences are live and {len(reserved)} reservations open: end them, or "
+                    "reset(force=True)"
+                )
+            if len(live) and not force:
+                raise PoolBusy(f"{len(live)} sequences are live: release them, or reset(force=True)")
+            return np.concatenate([live, reserved]), now_ms
+
+        self.core.decide(None, verbs.reset, ids=None, first=named, finish=lambda _: self._reservations.clear(now_ms))
 
     def calibrate(self) -> Any:
         """Measure which way of copying is the fastest on this device, and use it from now on.
@@ -939,37 +948,43 @@ class KVCacheManager(Hints, BlockTables, Closing):
         if self._loans:
             gc.collect()  # A view that nobody can reach does not count.
         now_ms = self.core.now() if self._leases.all or self._reservations.ids() else 0
-        with DeferSignals():
-            with self.core.lock:
-                if self._report is not None:
-                    return self._report
-                views = len(self._loans)
-                if views and not force:
-                    raise PoolBusy(
-                        f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)"
-                    )
+        with self.core.lock, self.core.changes:
+            views = len(self._loans)
+            if self._report is None and views and not force:
+                raise PoolBusy(
+                    f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)"
+                )
+            if self._report is None:
                 held = (
                     [(holder.owner, max(0, now_ms - holder.since)) for holder in holders]
                     for holders in (self._leases.all, self._reservations.all)
                 )
                 self._report = CloseReport(self.core.live(records.LIVE | records.SWAPPED).tolist(), *held)
-                self.core.closed = True
-                self._leases.clear()
-                self._reservations.clear(now_ms)
-            try:
-                # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
-                self.core.transfer.close()
-                self.core.device.synchronize()
-            except DeviceError as error:
-                if not error.sticky and self.core.transfer.broken is None:
-                    raise
-            finally:
-                self._sharing.close()
-                self._staging.close()
-                self._imports.close()
-                if self._owns_device:
-                    self.core.device.close()
+            self.core.closed = True
+            self._leases.clear()
+            self._reservations.clear(now_ms)
+        # A call that was interrupted here goes on at the next call.
+        with self._closing:
+            if not self._freed:
+                self._free()
+                self._freed = True
         return self._report
+
+    def _free(self) -> None:
+        """Free all memory, once nobody uses it."""
+        try:
+            # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
+            self.core.transfer.close()
+            self.core.device.synchronize()
+        except DeviceError as error:
+            if not error.sticky and self.core.transfer.broken is None:
+                raise
+        finally:
+            self._sharing.close()
+            self._staging.close()
+            self._imports.close()
+            if self._owns_device:
+                self.core.device.close()
 
     def __exit__(self, kind: object = None, *error: object) -> None:
         report = self.close(force=True)

@@ -5,7 +5,7 @@ admission brings from the host, some layers after the others."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -33,7 +33,6 @@ from kvpool.common.arguments import (
 )
 from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.interrupt import DeferSignals, Door
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamLike
 from kvpool.device.regions import Layers
 from kvpool.pool.config import Group
@@ -105,8 +104,7 @@ class LayerLoads:
         on = self.core.as_stream(self.stream if stream is None else stream)
         events = self.events  # another admission may begin meanwhile
         if events:
-            with DeferSignals():
-                self.core.transfer.wait_for(on, events[Layers.that_has(layer, layers, self.parts)])
+            self.core.transfer.wait_for(on, events[Layers.that_has(layer, layers, self.parts)])
 
 
 def loads_argument(core: Core, loads: object, stream: object) -> Stream:
@@ -207,7 +205,7 @@ class Prompts:
         it was added with.
         """
         which, state = id_array("ids", ids), self._whole()
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             rows = [self._read(state, row) for row in self.core.rows(which).tolist()]
         prompts = [BlockKeys.of_private(*row, self.core.states.groups) for row in rows]
         return prompts[0] if is_integer(ids) else prompts
@@ -292,7 +290,7 @@ class Prompts:
         for all groups. And the blocks of each group, int32[groups, n]."""
         groups, full = self.core.states.groups, int(request[0, records.R.length]) // self._width
         out, ids = np.empty((len(groups) + 1, 6), np.int64), np.empty((len(groups), full), np.int32)
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             self.core.check_open()
             index.match(groups, request, ids, out)
         return out, ids
@@ -324,7 +322,7 @@ class Prompts:
             )
         core, which, ids = self.core, self.core.config.group(group), id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
-        with core.lock:
+        with core.lock, core.changes:
             core.check_open()
             # A private array, since a signal handler may decide before it is read.
             needs = np.empty(len(core.states), np.int64)
@@ -364,10 +362,10 @@ class Prompts:
         rows, groups = rows[kept], len(core.states)
         out = np.full((groups, len(kept), records.OUTCOME_COLUMNS), records.NONE, np.int64)
         blocks, computing = np.empty(groups, np.int64), np.empty((len(kept), 2), np.int64)
-        # The same call undoes its claims, so a handler that raises finds the call complete.
-        with DeferSignals(), core.lock:
+        with core.lock, core.changes:
             core.check_open()
-            n = admission_plan.plan(core.states.groups, rows, out, blocks, computing)
+            # The same call undoes its claims.
+            n = core.changes.run(partial(admission_plan.plan, core.states.groups, rows, out, blocks, computing))
         outcomes, ahead = self._joined(out[:, :n]), computing[:n]
         if refused:
             outcomes, ahead = (_spread(each, kept, len(keys)) for each in (outcomes, ahead))
@@ -393,8 +391,7 @@ class Prompts:
         ranges = None if retention is None else [retention]
         keys = self._hashed("prompt", prompt)
         arrivals = self._arrivals([keys], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
-        with DeferSignals() as door:
-            return int(self._admit(door, arrivals, stream)[0][0, records.OUT.id])
+        return int(self._admit(arrivals, stream)[0][0, records.OUT.id])
 
     def add_sequence_batch(
         self,
@@ -426,8 +423,7 @@ class Prompts:
             prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens
         )
         on = stream if loads is None else loads_argument(self.core, loads, stream)
-        with DeferSignals() as door:
-            return as_admission(*self._admit(door, arrivals, on, loads=loads))
+        return as_admission(*self._admit(arrivals, on, loads=loads))
 
     def layer_loads(self, stream: StreamLike = None, *, parts: int = 8) -> LayerLoads:
         """What an admission brings from the host, in so many parts of the layers: see ``LayerLoads``.
@@ -469,7 +465,6 @@ class Prompts:
 
     def _admit(
         self,
-        door: Door,
         arrivals: Arrivals,
         stream: Stream | Any,
         now_ms: int | None = None,
@@ -490,33 +485,20 @@ class Prompts:
             rows, keys = rows[kept], [keys[i] for i in kept]
         out = np.empty((len(core.tables), len(keys), records.OUTCOME_COLUMNS), INTEGERS)
         out.fill(records.NONE)
-        door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now_ms = core.now() if now_ms is None else now_ms
         run = admit.admit
         if sum(map(len, keys)) <= KEEP_GIL_TOKENS:
             run = getattr(run, "keep_gil", run)
-        n = core.decide(on, self._admit_named, rows, out, now_ms, some, run, keys, loads)
+        learn = partial(core.names.learn, keys)  # Events will name the namespaces of the prompts.
+        finish = None if loads is None else partial(self._load, loads)
+        n = core.decide(on, run, rows, out, now_ms, some, first=learn, finish=finish)
         outcomes = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return outcomes if kept is None else _spread(outcomes, kept, len(kept) + len(refused)), refused
 
-    def _admit_named(
-        self,
-        groups: Rows,
-        rows: Rows,
-        out: Rows,
-        now_ms: int,
-        some: bool,
-        run: Any,
-        keys: list[BlockKeys],
-        loads: LayerLoads | None,
-    ) -> int:
-        """``admit.admit``, which is ``run``. Events will name the namespaces of the prompts."""
-        self.core.names.learn(keys)
-        admitted = int(run(groups, rows, out, now_ms, some))
-        if loads is not None and admitted >= 0:
+    def _load(self, loads: LayerLoads, admitted: int) -> None:
+        if admitted >= 0:
             self.core.transfer.put_layers(loads)
-        return admitted
 
     def _rows(self, keys: list[BlockKeys], encoder_tokens: object) -> Rows:
         """The prompts of a batch as jitted code sees them. Raises TypeError, ValueError."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ from kvpool.common.arrays import Int32s, Int64s, Uint8s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import in_numpy, read_only
 from kvpool.common.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
-from kvpool.common.interrupt import DeferSignals
 from kvpool.device.base import Stream, StreamLike
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool.config import Group, group_argument
@@ -223,39 +223,41 @@ class Reservations:
         deadline = None if lifetime is None else now_ms + lifetime
         core.refuse_inside("reserve")
         new: list[Reservation] = []
+        out = np.zeros((len(core.states), 1, records.OUTCOME_COLUMNS), np.int64)
 
-        def take(groups: Ids, rows: Ids) -> int:
-            out = np.zeros((len(groups), 1, records.OUTCOME_COLUMNS), np.int64)
-            core.names.learn([prompt])
-            result = int(admit.admit(groups, rows, out, now_ms, False))
-            if result == 1:
-                number, skip = int(out[0, 0, records.OUT.id]), int(out[int(core.tokens.group), 0, records.OUT.cached])
+        def open_reservation(admitted: int) -> None:
+            if admitted != 1:
+                return
+            number, skip = int(out[0, 0, records.OUT.id]), int(out[int(core.tokens.group), 0, records.OUT.cached])
+            if not new:
                 shares = self._shares(number & 0xFFFFFFFF, skip)
                 new.append(Reservation(shares, len(prompt), skip, number, owner, now_ms, deadline, prompt, on, self))
-                self._open[number] = new[0]
-                if deadline is not None:
-                    self.deadlines.add([number], deadline)
-            return result
+            self._open[number] = new[0]
+            if deadline is not None:
+                self.deadlines.add([number], deadline)
 
-        def abort() -> None:
-            # Nobody gets the reservation. The error may have broken the device, too.
-            if new and self.is_open(new[0]):
-                with suppress(KVPoolError):
-                    new[0].abort()
+        def learn() -> None:
+            core.names.learn([prompt])
 
-        with DeferSignals() as signals:
-            signals.undo = abort
-            core.decide(on, take, row)
+        try:
+            core.decide(on, admit.admit, row, out, now_ms, False, first=learn, finish=open_reservation)
             if on is None and core.transfer.order is not None:
                 self._wait_until_free(new)
                 self._expect_writes(new[0])
-            return new[0]
+        except BaseException:
+            # Nobody gets the reservation. The error may have broken the device, too. If this is interrupted, it is
+            # listed.
+            if new and self.is_open(new[0]):
+                with suppress(KVPoolError):
+                    new[0].abort()
+            raise
+        return new[0]
 
     def load_targets(self, which: Ids, stream: StreamLike) -> list[LoadTarget]:
         core = self.core
         core.refuse_inside("load_targets")
         core.decide(stream, use, which, ids=which)
-        with core.lock:
+        with core.lock, core.changes:
             targets = []
             for row in core.rows(which).tolist():
                 sequence = core.tokens.sequences[row]
@@ -296,7 +298,7 @@ class Reservations:
         access: AbstractContextManager[Any] = nullcontext()
         if self._pools.shared:
             access = self.core.device.host_access(writes=self._writes(reservation), outside=True)
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             self._check_open(reservation)
             reservation.writing.enter_context(access)
 
@@ -305,7 +307,7 @@ class Reservations:
     @property
     def all(self) -> list[Reservation]:
         """Oldest first."""
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             return list(self._open.values())
 
     def is_open(self, reservation: Reservation) -> bool:
@@ -317,7 +319,7 @@ class Reservations:
 
     def is_overdue(self, reservation: Reservation) -> bool:
         now_ms = 0 if reservation.deadline is None else self.core.now()
-        with self.core.lock:
+        with self.core.lock, self.core.changes:
             self.expire(now_ms)
             return reservation.id in self.deadlines.overdue
 
@@ -326,8 +328,7 @@ class Reservations:
         still write them. The caller holds the state lock."""
         late = self.deadlines.passed(now_ms)
         if late:
-            with DeferSignals():
-                self.deadlines.expire(late)
+            self.deadlines.expire(late)
 
     # -- ending -------------------------------------------------------------------------------------
 
@@ -359,7 +360,9 @@ class Reservations:
     def end(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
         """Commit or abort a reservation by this verb."""
 
-        def end(groups: Ids, ids: Ids, counts: Ids, now_ms: int) -> int:
+        now_ms = self.core.now()
+
+        def check() -> None:
             self._check_open(reservation)
             self.expire(now_ms)
             if verb is verbs.publish_reserved and reservation.id in self.deadlines.overdue:
@@ -367,19 +370,19 @@ class Reservations:
                     f"reservation {reservation.id} of {reservation.owner!r} was not committed before its deadline: "
                     "abort it"
                 )
-            result = int(verb(groups, ids, counts, now_ms))
-            if result == records.FAILED:
+            if verb is verbs.publish_reserved and self.core.tokens.sequences["failed"][reservation.id & 0xFFFFFFFF]:
                 raise DeviceError(
                     f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it"
                 )
+
+        def close(result: int) -> None:
             if result == 0:
                 reservation.writing.close()
-                del self._open[reservation.id]
+                self._open.pop(reservation.id, None)
                 self.deadlines.end([reservation.id])
-            return result
 
-        which = np.array([reservation.id], np.int64)
-        self.core.decide(stream, end, which, np.array([count], np.int64), self.core.now(), ids=which)
+        which, counts = np.array([reservation.id], np.int64), np.array([count], np.int64)
+        self.core.decide(stream, verb, which, counts, now_ms, ids=which, first=check, finish=close)
 
 
 class Imports:
@@ -397,35 +400,45 @@ class Imports:
         core, full = self._core, len(keys) // self._core.config.tokens_per_block
         core.refuse_inside("import_blocks")
         now_ms, ids = core.now(), np.full(len(buffers), records.NONE, np.int64)
+        held, request, generation = np.full(full, records.NONE, np.int64), request_of(keys), [-1]
         if keys.has_extra:
             core.enable_extra()
 
-        def take(groups: Ids, request: Ids) -> int:
-            held = np.full(full, records.NONE, np.int64)
-            control.take_missing(groups, into.index, request, first, priority, ids, held, now_ms)
+        def note(_: object) -> None:
             # They are given back in this order: the last block first, so that leaves age first, and what was cached
             # before last.
             taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
             self.pinned = core.states.pool_ids.of(into.index, taken)
-            return int(groups[0, records.H.generation])
+            generation[0] = int(core.states.groups[0, records.H.generation])
 
-        def publish(groups: Ids, request: Ids, generation: int) -> int:
-            # Not if the pool was reset since they were taken.
-            if generation != groups[0, records.H.generation]:
-                return 0
+        def check() -> None:
+            if generation[0] != core.states.groups[0, records.H.generation]:
+                raise _Reset
             core.names.learn([keys])
-            return int(control.publish_taken(groups, into.index, request, first, priority, ids, now_ms))
 
-        with self._one, DeferSignals():
+        at = into.index, request, first, priority
+        with self._one:
             try:
-                generation = core.decide(None, take, request_of(keys))
+                self._give_back(now_ms)  # What an import has left that was interrupted twice.
+                core.decide(None, control.take_missing, *at, ids, held, now_ms, finish=note)
                 self._fill(into, ids, buffers)
-                return int(core.decide(None, publish, request_of(keys), generation))
+                return int(core.decide(None, control.publish_taken, *at, ids, now_ms, first=check))
+            except _Reset:  # The pool was reset since they were taken.
+                return 0
             finally:
-                with core.lock:
-                    if not core.closed:
-                        control.unpin(core.states.groups, self.pinned, now_ms)
-                    self.pinned = NO_IDS
+                self._give_back(now_ms)
+
+    def _give_back(self, now_ms: int) -> None:
+        """Unpin what the import has taken."""
+        core = self._core
+        with core.lock, core.changes:
+            if core.closed:
+                self.pinned = NO_IDS
+            elif len(self.pinned):
+                core.changes.run(
+                    partial(setattr, self, "pinned", NO_IDS),
+                    partial(control.unpin, core.states.groups, self.pinned, now_ms),
+                )
 
     def close(self) -> None:
         """Free the pool's memory, once no import writes to it any more."""
@@ -446,6 +459,10 @@ class Imports:
             for block, buffer in zip(ids.tolist(), buffers, strict=True):
                 for part, piece in zip(rows, np.split(buffer, ends) if block != records.NONE else (), strict=False):
                     part[block - into.device_blocks] = piece
+
+
+class _Reset(Exception):
+    """The pool was reset while an import was running."""
 
 
 def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:

@@ -6,8 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +23,6 @@ from kvpool.common.arguments import (
     token_array,
 )
 from kvpool.common.arrays import Int64s
-from kvpool.common.errors import KVPoolError
-from kvpool.common.interrupt import DeferSignals
 from kvpool.device.base import Stream, StreamLike
 from kvpool.pool.core import Core
 from kvpool.pool.keys import Admission, key_rows, tier_number
@@ -94,24 +91,18 @@ class Together(Prompts):
         steps = [self._checked(i, operation, on) for i, operation in enumerate(list_argument("operations", operations))]
         now_ms, results = core.now(), list[Any]()
         core.refuse_inside("apply")
-        with DeferSignals() as signals:
-            signals.undo = partial(self._give_back, results)
-            with core.lock, _collector.off():
-                core.check_open()
-                if on is None:
-                    core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
-                self._decide(steps, results, now_ms)
-            core.transfer.drain()
-            for i, result in enumerate(results):
-                if isinstance(result, ExitStack):
-                    result.close()
-                if (
-                    isinstance(result, ExitStack)
-                    or isinstance(result, Lease)
-                    and not self._leases.settle(result, now_ms)
-                ):
-                    results[i] = None
-            return results
+        with core.lock, core.changes, _collector.off():
+            core.check_open()
+            if on is None:
+                core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
+            self._decide(steps, results, now_ms)
+        core.transfer.drain()
+        for i, result in enumerate(results):
+            if isinstance(result, ExitStack):
+                result.close()
+            if isinstance(result, ExitStack) or isinstance(result, Lease) and not self._leases.settle(result, now_ms):
+                results[i] = None
+        return results
 
     def _decide(self, steps: list[Step], results: list[Any], now_ms: int) -> None:
         """Do all steps, or none. The result of a lease that is closed is its host access. The state lock is held."""
@@ -129,15 +120,6 @@ class Together(Prompts):
                     core.names.restore(names)
                     forget()
                 raise
-
-    def _give_back(self, results: list[Any]) -> None:
-        """Undo results, since nobody gets them."""
-        for result in results:
-            if isinstance(result, Admission):
-                self.core.release_unseen(result.ids)
-            elif isinstance(result, Lease):
-                with suppress(KVPoolError):
-                    result.close()
 
     # -- arguments: nothing of the caller's is asked for under the lock -----------------------------------------
 
@@ -182,8 +164,7 @@ class Together(Prompts):
         tokens = rows[:, [records.R.length, records.R.encoder]]
 
         def run(now_ms: int) -> Admission:
-            with DeferSignals() as door:
-                return as_admission(*self._admit(door, arrivals, on, now_ms))
+            return as_admission(*self._admit(arrivals, on, now_ms))
 
         return Step("add", run, prompts=tokens, partial=some)
 

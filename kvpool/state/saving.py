@@ -24,6 +24,7 @@ from kvpool.state.records import (
     LOWEST,
     NONE,
     PUBLISHED,
+    H,
     blocks_of,
     events_of,
     group_at,
@@ -35,6 +36,12 @@ from kvpool.state.tiers import STORED
 SAVERS = 62
 FOUND = 5
 CURSOR, PLACE, MISSED = range(3)
+
+
+def check_cursors(groups: Int64s) -> None:
+    """Raise RuntimeError if no cursor more can be opened."""
+    if int(groups[0, H.cursors]) & ((1 << SAVERS) - 1) == (1 << SAVERS) - 1:
+        raise RuntimeError(f"dirty-block cursors: expected up to {SAVERS} at once, got another")
 
 
 @jit(nogil=False)

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import compress, groupby, islice
 from typing import TypeVar
@@ -89,7 +90,8 @@ class Unsaved:
         self._core, self._save = pool.core, save
         self._margins = np.array([victims_margin(group.host_blocks, least) for group in pool.groups])
         self._found = np.empty((TOLD_AT_ONCE, saving.FOUND), np.int64)
-        self._number = self._core.decide(None, saving.open_dirty_cursor, save != REUSE)
+        check = partial(saving.check_cursors, self._core.states.groups)
+        self._number = self._core.decide(None, saving.open_dirty_cursor, save != REUSE, first=check)
         self._before = self._lost()
         self._at = np.array([self._core.states.ring.numbers[N.next], 0, 0])
 

@@ -15,7 +15,6 @@ from kvpool import BlockLayout, DeviceError, KVCacheManager
 from kvpool.device.base import NULL_STREAM, Stream, WrappedDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.device.sim import SimDevice
-from kvpool.pool.transfer.transfer import COPIES_THREAD
 from tests.children import in_child
 from tests.waiting import at_once
 
@@ -61,13 +60,9 @@ def made() -> Any:
     assert not sim.races
 
 
-def copy_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(COPIES_THREAD)]
-
-
 def wait_for_thread(cache: KVCacheManager) -> None:
     """Until all that it was given so far is enqueued."""
-    cache.core.transfer.start(lambda: None).result(600)  # type: ignore[attr-defined]
+    cache.core.transfer._worker.run(lambda: None)
 
 
 def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
@@ -124,9 +119,7 @@ def test_a_copy_that_is_refused_after_the_call_raises_at_the_next_one_that_names
     cache.release(sequence)
 
 
-def test_a_device_error_that_is_not_a_refusal_begins_the_batch_again(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_goes_on_behind_an_error_that_is_not_a_refusal(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, device = made
     transfer, fails = cache.core.transfer, [True]
     copy = transfer._copy
@@ -142,27 +135,27 @@ def test_a_device_error_that_is_not_a_refusal_begins_the_batch_again(
         cache.add_sequence(PROMPT)
     monkeypatch.undo()
     admitted = cache.add_sequence_batch([PROMPT])
-    assert [moves for moves, _ in device.calls] == [3, 3, 3, 2]
+    assert [moves for moves, _ in device.calls] == [3, 3, 2]
     cache.verify()
     cache.release(admitted.ids)
 
 
 def test_one_thread_serves_all_decisions_and_ends_with_the_pool(made: Any) -> None:
     cache, device = made
-    assert not copy_threads(), "none where nothing has lagged"
+    worker = cache.core.transfer._worker
+    assert not worker.running, "none where nothing has lagged"
     for _ in range(3):
         assert cache.prefetch(PROMPT) == BLOCKS
         wait_for_thread(cache)
         cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
-    (thread,) = copy_threads()
-    assert {caller for _, caller in device.calls if caller != threading.get_ident()} == {thread.ident}
+    assert worker.running and len({caller for _, caller in device.calls} - {threading.get_ident()}) == 1
     device.may.clear()
     assert cache.prefetch(PROMPT) == BLOCKS
     closer = threading.Thread(target=cache.close)
     closer.start()
     device.may.set()
     closer.join(600)
-    assert not closer.is_alive() and not thread.is_alive() and not copy_threads()
+    assert not closer.is_alive() and not worker.running
 
 
 def test_the_thread_of_a_pool_that_nobody_closed_ends_with_it() -> None:
@@ -171,10 +164,10 @@ def test_the_thread_of_a_pool_that_nobody_closed_ends_with_it() -> None:
     cache = KVCacheManager(BlockLayout(2, 1, 2, WIDTH), device_blocks=BLOCKS + 2, host_blocks=BLOCKS, device=sim)
     cache.release(cache.add_sequence(PROMPT))
     wait_for_thread(cache)
-    (thread,) = copy_threads()
+    end = cache.core.transfer._worker._end
+    assert end.locked()
     del cache
-    thread.join(600)
-    assert not thread.is_alive()
+    assert end.acquire(timeout=600)
     sim.close()
 
 
@@ -229,7 +222,6 @@ def test_threads_that_lag_and_threads_that_admit_agree(seed: int) -> None:
         sim_streams = [sim.create_stream(str(number)) for number in range(3)]
         at_once(work, range(3))
         wait_for_thread(cache)
-        assert len(copy_threads()) == 1
         cache.verify()
         sim.synchronize()
     sim.close()

@@ -275,7 +275,7 @@ MUTATIONS = (
     Mutation(
         "an_import_after_a_reset_is_published",
         "Imports.store",
-        "generation != groups[0, records.H.generation]",
+        "generation[0] != core.states.groups[0, records.H.generation]",
         "False",
         "Blocks that a reset has given to others get the keys of an import.",
         ("tests/holders/test_import_blocks.py::test_a_reset_meanwhile_stores_nothing",),

@@ -10,7 +10,7 @@ _FIVE = "tests/race/test_five_races.py"
 MUTATIONS = (
     Mutation(
         "a_decision_takes_no_lock",
-        "Core.decide",
+        "Core._decide",
         "self.lock",
         "nullcontext()",
         "Two threads take one victim, or a reader pins it between its choice and its removal.",

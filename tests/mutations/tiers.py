@@ -88,9 +88,9 @@ MUTATIONS = (
     # -- leases ------------------------------------------------------------------------------------------
     Mutation(
         "a_lease_shows_what_it_unpins",
-        "Leases.take",
-        "read_only(ids)",
-        "ids",
+        "Leases._made",
+        "read_only(blocks)",
+        "blocks",
         "Whoever writes into what a lease shows unpins the blocks of others.",
         ("tests/state/test_safety.py::test_what_a_lease_shows_is_not_what_it_unpins",),
     ),
@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "a_closed_lease_says_nothing_of_its_stream",
         "Leases.give_back",
-        "self.core.note(ACCESSED, lease.stream if stream is None else stream, lease.blocks)",
-        "",
+        "lambda _: self.core.note(ACCESSED, on, lease.blocks)",
+        "None",
         "A block is overwritten while a copy that its reader enqueued is still reading it.",
         ("tests/race/test_races.py::test_nothing_races[a_host_block_reused_while_a_copy_of_its_reader_is_pending]",),
     ),

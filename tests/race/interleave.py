@@ -88,6 +88,9 @@ class Lock:
         """Whether this thread holds it."""
         return self._owner == threading.get_ident()
 
+    def _is_owned(self) -> bool:
+        return self.held
+
     def __enter__(self) -> Lock:
         me = threading.get_ident()
         while not self.free_for(me):

@@ -428,7 +428,7 @@ def a_failure_that_is_reported_after_a_reset(guard: str | None) -> bool:
     transfer, after = lab.cache.core.transfer, []
     end, drain = transfer._end, transfer.drain
 
-    def meanwhile(batch: Any, loaded: int | None) -> None:
+    def meanwhile(batch: Any) -> None:
         """What another thread decides while this one is inside the device is handed over afterwards."""
         transfer._end = end  # type: ignore[method-assign]
         (lost,) = transfer._lost
@@ -437,7 +437,7 @@ def a_failure_that_is_reported_after_a_reset(guard: str | None) -> bool:
         after.append(lab.cache.add_sequence(lab.prompt(Z), stream=lab.b))
         transfer.drain = drain  # type: ignore[method-assign]
         assert lost in lab.cache.block_table(after[0]).dense()[0]
-        end(batch, loaded)
+        end(batch)
 
     device.place, transfer._end = 0, meanwhile  # type: ignore[method-assign]
     lab.cache.prefetch(X)

@@ -61,8 +61,8 @@ def test_sequences_that_outgrow_their_buffer_before_the_snapshot_are_staged_whol
     sequence, out = engine.add([1]), form.targets(1, 1100)
     take, grown = engine.cache._staging.take, []
 
-    def meanwhile(nbytes: int, stream: Stream) -> Any:
-        buffer = take(nbytes, stream)
+    def meanwhile(nbytes: int, stream: Stream, user: Any) -> Any:
+        buffer = take(nbytes, stream, user)
         if not grown:
             grown.append(engine.cache.append_tokens(sequence.id, range(1050)))
         return buffer

@@ -191,9 +191,10 @@ def stage_csr(groups, g, ids, address, nbytes, room):  # type: ignore[no-untyped
 class BlockTableUpload(ABC):
     """Block tables on their way into ``targets``. After the decision, ``enqueue`` has the device read them.
 
-    ``retained`` says that the buffer no longer belongs to the call. ``error`` says why the device did not accept all of
-    it. What is ``captured`` belongs to a graph, which writes the targets. Its shape does not change: ``least`` columns
-    are staged of every sequence.
+    ``retained`` says that the buffer no longer belongs to the call, ``begun`` that the device may read it, and
+    ``cancelled`` that the call has ended by an exception. ``error`` says why the device did not accept all of it. What
+    is ``captured`` belongs to a graph, which writes the targets. Its shape does not change: ``least`` columns are
+    staged of every sequence.
     """
 
     captured, least = False, 0
@@ -201,7 +202,7 @@ class BlockTableUpload(ABC):
     def __init__(self, targets: Sequence[Table]) -> None:
         self.targets = targets
         self.error: DeviceError | None = None
-        self.retained = False
+        self.retained = self.begun = self.cancelled = False
 
     def capture(self, columns: int) -> None:
         """Make it that of a graph, in a pool whose sequences have up to ``columns`` columns."""
@@ -230,9 +231,13 @@ class BlockTableUpload(ABC):
 
     def enqueue(self, staging: Staging, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
         """Have the device write the targets; those of a graph are written when it is replayed. The caller holds the
-        transfer lock. Raises DeviceError if the device can order no more work."""
+        transfer lock. It may be called again if an exception has ended it. Raises DeviceError if the device can order
+        no more work."""
+        if not self.captured and buffer.user is not self:
+            return  # It is retained already, or its call was interrupted before this.
         try:
-            if not self.captured:
+            if not self.captured and not self.cancelled:
+                self.begun = True
                 device.enqueue(self.work(buffer, staged), stream)
         except DeviceError as error:
             if error.sticky:
@@ -241,11 +246,11 @@ class BlockTableUpload(ABC):
             self.error = error
         # Behind this comes the replay: from now on the device waits for this stream when it closes.
         event = device.record(stream)
-        self.retained = True
         if self.captured:
             buffer.replays = stream
         else:
             staging.retain(buffer, stream, event, self.targets)
+        self.retained = True
 
 
 class DenseTableUpload(BlockTableUpload):

@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from kvpool.common.arrays import Uint8s
 from kvpool.common.errors import DeviceError, PoolClosed
-from kvpool.common.interrupt import deliver
 from kvpool.device.base import STAGING, Device, DeviceEvent, Retired, Stream
 from kvpool.device.work import Table
 from kvpool.pool.transfer.transfer import Transfer
@@ -25,15 +24,25 @@ SMALLEST_BYTES = 4096
 
 class Buffer:
     """Memory of the host tier. ``event`` comes after the last work that reads it, which is for ``tables``. ``replays``
-    is the stream of the graph that reads it, if one does."""
+    is the stream of the graph that reads it, if one does. ``user`` is the upload that a call of ``thread`` stages in
+    it."""
 
-    __slots__ = ("address", "array", "event", "replays", "tables")
+    __slots__ = ("address", "array", "event", "replays", "tables", "thread", "user")
 
     def __init__(self, array: Uint8s) -> None:
         self.array, self.address = array, array.ctypes.data
         self.event: DeviceEvent | None = None
         self.replays: Stream | None = None
         self.tables: Sequence[Table] = ()
+        self.user: Upload | None = None
+        self.thread = 0
+
+
+class Upload(Protocol):
+    """What needs a buffer: see ``BlockTableUpload``."""
+
+    begun: bool
+    cancelled: bool
 
 
 class Staging:
@@ -55,29 +64,33 @@ class Staging:
         self._closed = False
         transfer.forks.guard(self, "_lock")
 
-    def take(self, nbytes: int, stream: Stream) -> Buffer:
+    def take(self, nbytes: int, stream: Stream, user: Upload) -> Buffer:
         """A buffer of at least ``nbytes``, which belongs to the caller until it is retained or given back. May wait for
-        ``stream``, with no lock held.
+        ``stream``, with no lock held. Also gives back what interrupted calls of this thread have left: uploads are not
+        nested.
 
         Raises DeviceError, MemoryError, PoolClosed.
         """
+        me = threading.get_ident()
+        for left in [buffer.user for buffer in list(self._buffers) if buffer.user is not None and buffer.thread == me]:
+            self.cancel(left)
         try:
             while True:
                 with self._lock:
                     self._retire()
                     if self._retained.count(stream.handle) < self.depth:
-                        buffer, spare = self._choose(nbytes)
+                        buffer, spare = self._choose(nbytes, user)
                         break
                     oldest = self._retained.oldest(stream.handle)
-                deliver(self._device.synchronize, oldest)
+                self._device.synchronize(oldest)
         except DeviceError as error:
             self._transfer.broken = self._transfer.broken or error
             raise
         if spare is not None:
             self._device.free(spare.array)
-        return buffer or self.allocate(nbytes)
+        return buffer or self.allocate(nbytes, user)
 
-    def _choose(self, nbytes: int) -> tuple[Buffer | None, Buffer | None]:
+    def _choose(self, nbytes: int, user: Upload) -> tuple[Buffer | None, Buffer | None]:
         """The smallest free buffer that is large enough. If there is none: None, and a buffer that is too small and may
         be freed."""
         if self._closed:
@@ -85,6 +98,7 @@ class Staging:
         self._free.sort(key=_size)
         for buffer in self._free:
             if buffer.array.nbytes >= nbytes:
+                buffer.user, buffer.thread = user, threading.get_ident()
                 self._free.remove(buffer)
                 return buffer, None
         if len(self._buffers) < self.depth or not self._free:
@@ -93,9 +107,10 @@ class Staging:
         self._buffers.remove(spare)
         return None, spare
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, user: Upload | None = None) -> Buffer:
         """A new buffer of at least ``nbytes``. Raises DeviceError, MemoryError, PoolClosed."""
         buffer = Buffer(self._device.allocate(max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()), STAGING))
+        buffer.user, buffer.thread = user, threading.get_ident()
         with self._lock:
             if not self._closed:
                 self._buffers.append(buffer)
@@ -108,15 +123,29 @@ class Staging:
         with self._lock:
             self._free.append(buffer)
 
+    def cancel(self, user: Upload) -> None:
+        """Return the buffer of an upload whose call has ended by an exception. If the device may read it already, the
+        next call that enqueues retains it."""
+        with self._transfer.lock:
+            user.cancelled = True
+            with self._lock:
+                for buffer in self._buffers if not user.begun else ():
+                    if buffer.user is user:
+                        buffer.user = None
+                        if buffer not in self._free:
+                            self._free.append(buffer)
+
     def retain(self, buffer: Buffer, stream: Stream, event: DeviceEvent, tables: Sequence[Table]) -> None:
         """Keep a buffer that the device reads on ``stream`` until ``event`` is complete. By then it has written
         ``tables``."""
         with self._lock:
             buffer.event, buffer.tables = event, tables
             if not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
+                buffer.user = None
                 self._free.append(buffer)
                 return
             self._retained.add(stream.handle, event, buffer)
+            buffer.user = None
             if len(self._retained) > self._most:
                 self._retire()
                 self._most = max(self._most, len(self._retained))
@@ -127,7 +156,7 @@ class Staging:
         if not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
             return
         try:
-            deliver(self._device.synchronize, self._transfer.event_behind(buffer.replays or stream))
+            self._device.synchronize(self._transfer.event_behind(buffer.replays or stream))
         except DeviceError as error:
             self._transfer.broken = self._transfer.broken or error
             raise
@@ -141,7 +170,7 @@ class Staging:
 
     def _retire(self) -> None:
         for buffer in self._retained.reclaim():
-            buffer.tables = ()
+            buffer.tables, buffer.user = (), None
             self._free.append(buffer)
 
     @property
@@ -153,7 +182,7 @@ class Staging:
 
     def in_flight(self) -> tuple[int, int]:
         """How many uploads are not done, and the most at any time. Changes nothing and takes no lock, so that a
-        signal handler may ask inside any call. The next upload reports a device that fails."""
+        destructor may ask inside any call. The next upload reports a device that fails."""
         try:
             pending = self._retained.pending()
         except DeviceError:

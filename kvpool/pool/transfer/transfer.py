@@ -8,6 +8,10 @@ lock, never while holding it.
 When the device refuses a copy, ``_copy`` notes its target as lost and goes on with the other copy ops. ``_end``
 has the state forget the lost blocks and mark their sequences. The call that decided the batch raises nothing. The next
 call that names such a sequence raises DeviceError.
+
+An exception of a signal handler may end ``drain`` anywhere. The batch stays in the queue, with a note of how far it is,
+and the next call goes on with it. Independent copy ops that were perhaps enqueued are enqueued once more, which copies
+the same bytes. Token moves that were perhaps enqueued are not, and their targets are lost.
 """
 
 from __future__ import annotations
@@ -15,17 +19,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from itertools import count
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvpool.common.arrays import Bools, Int64s
+from kvpool.common.changes import Changes, from_handler
 from kvpool.common.errors import DeviceError
 from kvpool.common.jit import jit
 from kvpool.common.process import Process
+from kvpool.common.threads import Worker
 from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream, StreamGone
 from kvpool.device.regions import SOURCE, TARGET, TICKET, TOKENS, Layers
 from kvpool.device.work import TokenMoves
@@ -38,7 +45,6 @@ from kvpool.state.tiers import ACCESSED, collect
 NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
 NO_IDS: Int64s = np.empty(0, np.int64)
 DROPPED = -1
-COPIES_THREAD = "kvpool copies"
 _LIVE, _DEAD = 1, 2
 
 
@@ -181,7 +187,8 @@ class Decision(NamedTuple):
 
 
 class Transfer:
-    """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
+    """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers. ``changes`` are
+    those of the state.
 
     ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
     counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
@@ -190,20 +197,26 @@ class Transfer:
     """
 
     def __init__(
-        self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]
+        self,
+        states: States,
+        state_lock: AbstractContextManager[Any],
+        changes: Changes,
+        device: Device,
+        token_bytes: Sequence[int],
     ) -> None:
-        self._states, self.state_lock, self._device = states, state_lock, device
+        self._states, self.state_lock, self._changes, self._device = states, state_lock, changes, device
         self._numbers = states.groups.reshape(-1).data
         # The copy ops, token moves and accesses that a decision has left in each group. Every call asks twice whether
         # there are any.
         self._left = [row[H.copy_ops : H.accesses + 1].data for row in states.groups]
         self._nothing = [np.zeros(3, np.int64).data for _ in self._left]
         # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
-        self.lock = threading.RLock()
-        self._holder = 0
+        self.lock: Any = threading.RLock()
         self._queue: dict[int, Decision] = {}
-        self._held_back: dict[int, Decision] | None = None
-        self._notes: deque[Int64s] = deque()
+        # Whether what is decided is kept from ``drain``, which enqueues what is up to ``_decided``.
+        self._holding = False
+        self._notes: dict[int, Int64s] = {}
+        self._numbers_of_notes = count()
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
         self._width = int(states.groups[0, records.H.width])
@@ -215,15 +228,18 @@ class Transfer:
             states.note_accesses()
         self.moved = Traffic(states.groups, token_bytes)
         self.broken: DeviceError | None = None
-        self._exit: BaseException | None = None
-        # The batch that is being enqueued, what is left of its copy ops, and ``loaded`` of ``Order.hold_back`` for it.
+        # The batch that is being enqueued, its copy ops in pieces that are enqueued one after the other, how many of
+        # them are, how many streams have their token moves, whether the next one perhaps has, and ``loaded`` of
+        # ``Order.hold_back`` for it.
         self._begun: Decision | None = None
-        self._pieces: Iterator[tuple[Int64s, int]] = iter(())
+        self._pieces: list[tuple[Int64s, int]] = []
+        self._copied = self._shifted = 0
+        self._shifting = False
         self._loaded: int | None = None
         self.at_once = device.at_once
-        # Its only thread begins with the first call, and ends with this object or with ``close``.
-        self._worker = ThreadPoolExecutor(1, COPIES_THREAD)
-        self.start: Callable[[Callable[[], None]], object] = self._worker.submit
+        # It ends with this object or with ``close``.
+        self._worker = Worker()
+        self.start: Callable[[Callable[[], None]], object] = self._worker.post
         # Parts with locks of their own add them.
         self.forks = Process("pool")
         self.forks.guard(self, "lock", "state_lock")
@@ -247,32 +263,40 @@ class Transfer:
 
     def note(self, accesses: Int64s) -> None:
         """Add accesses, int64[n, 3], to the next decision. Safe in a destructor that runs inside any call."""
-        self._notes.append(accesses)
+        self._notes[next(self._numbers_of_notes)] = accesses
 
     def collect(self) -> bool:
         """Give the copy ops and accesses of the decision just made their ticket, and queue them. Returns False if it
         made none. The caller holds the state lock.
 
-        A destructor or signal handler may decide in the middle of this. It collects what it finds in the buffers before
-        its own decision.
+        A destructor may decide in the middle of this. It collects what it finds in the buffers before its own decision.
         """
-        while True:
-            if self._left == self._nothing and not self._notes and self._behind is None:
-                self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
-                return False
+        while self._left != self._nothing or self._notes or self._behind is not None:
             moved, shifts, noted = map(sum, zip(*self._left, strict=True))
             copy_ops, accesses = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
             shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
-            ticket = int(collect(self._states.groups, copy_ops, shifted, accesses))
-            if ticket >= 0:
-                behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
-                batch = Decision(ticket, copy_ops, shifted, self._with_notes(accesses), behind, loads, [])
-                if self._held_back is not None:
-                    self._held_back[ticket] = batch
-                else:
-                    self._queue[ticket] = batch
-                    self._decided = max(self._decided, ticket)
+            take = partial(collect, self._states.groups, copy_ops, shifted, accesses)
+            if self._changes.run(take, finish=partial(self._queue_up, copy_ops, shifted, accesses, {})) >= 0:
                 return True
+        self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
+        return False
+
+    def _queue_up(
+        self, copy_ops: Int64s, token_moves: Int64s, accesses: Int64s, noted: dict[int, Int64s], ticket: int
+    ) -> None:
+        """Queue what ``collect`` took out of the state. Done twice, it is queued once. ``noted``: notes that go with
+        it."""
+        if ticket < 0:
+            return
+        if ticket > self._enqueued and ticket not in self._queue:
+            noted.update(self._notes)
+            accesses = np.concatenate([*noted.values(), accesses])
+            self._queue[ticket] = Decision(ticket, copy_ops, token_moves, accesses, self._behind, self._loads, [])
+        self._behind = self._loads = None
+        for number in noted:
+            self._notes.pop(number, None)
+        if not self._holding:
+            self._decided = max(self._decided, ticket)
 
     @contextmanager
     def together(self) -> Iterator[Callable[[], None]]:
@@ -280,47 +304,29 @@ class Transfer:
         decisions, for a caller that undoes them, tickets included. Inside, no device is asked about a stream. The
         caller holds the state lock."""
         self.collect()
-        held: dict[int, Decision] = {}
-        self._held_back = held
+        self._holding = True
 
         def forget() -> None:
-            held.clear()
+            for ticket in [ticket for ticket in self._queue if ticket > self._decided]:
+                del self._queue[ticket]
             self._notes.clear()
 
         try:
             yield forget
         finally:
             self.collect()
-            self._held_back = None
-            self._queue.update(held)
-            self._decided = max(self._decided, max(held, default=-1))
+            self._holding = False
+            self._decided = max(self._decided, max(self._queue, default=-1))
 
     @property
     def is_together(self) -> bool:
         """Whether decisions are being made together. The caller holds the state lock."""
-        return self._held_back is not None
-
-    def _with_notes(self, accesses: Int64s) -> Int64s:
-        while self._notes:
-            with suppress(IndexError):
-                accesses = np.concatenate([self._notes.popleft(), accesses])
-        return accesses
+        return self._holding
 
     @property
     def enqueuing(self) -> bool:
-        """Whether this thread has the transfer lock. Then it runs a destructor or signal handler, inside the call that
-        took the lock."""
-        return self._holder == threading.get_ident()
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """The transfer lock."""
-        with self.lock:
-            before, self._holder = self._holder, threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = before
+        """Whether this thread has the transfer lock. Then it runs a destructor, inside the call that took the lock."""
+        return bool(getattr(self.lock, "_is_owned", bool)())  # A test may put a lock without it here.
 
     @property
     def waiting(self) -> bool:
@@ -353,7 +359,7 @@ class Transfer:
         try:
             self.drain()
         finally:
-            self._worker.shutdown()
+            self._worker.close()
 
     def _is_large(self, batch: Decision) -> bool:
         return self.at_once is not None and len(batch.copy_ops) > self.at_once
@@ -368,39 +374,34 @@ class Transfer:
         """Enqueue every batch decided before this call, oldest first. Takes the transfer lock, for a part of a large
         batch at a time. The caller holds no lock.
 
-        Does nothing in a destructor or signal handler that runs inside it: the interrupted call enqueues everything
-        that is queued.
+        Does nothing in a destructor that runs inside it: the interrupted call enqueues everything that is queued. Nor
+        if the state is in doubt: no byte moves then.
         """
         if self.enqueuing:
             return
         self._cut_large()
-        while self._enqueued < self._decided:
+        while self._enqueued < self._decided and self._changes.torn is None:
             with self.lock:
-                try:
-                    self._holder = threading.get_ident()
-                    batch = self._begun
+                batch = self._begun
+                if batch is None:
+                    batch = self._begin()
                     if batch is None:
-                        batch = self._begin()
-                        if batch is None:
-                            return  # The thread that decided it will enqueue it.
-                        if self._is_large(batch):
-                            continue
-                    for some, direction in self._pieces:
-                        if direction != records.ONBOARD or not self._load(some, batch.loads):
-                            self._copy(some, batch.ticket, direction)
-                        if self._is_large(batch):
-                            break
-                    else:
-                        self._begun = None
-                        self._end(batch, self._loaded)
-                    leaving, self._exit = self._exit, None
-                    if leaving is not None:
-                        raise leaving
-                except BaseException:
-                    self._begun = None  # it begins again
-                    raise
-                finally:
-                    self._holder = 0
+                        return  # The thread that decided it will enqueue it.
+                    if self._is_large(batch):
+                        continue
+                self._enqueue(batch)
+
+    def _enqueue(self, batch: Decision) -> None:
+        """Enqueue what is left of a batch, or the next piece of a large one."""
+        large = self._is_large(batch)
+        while self._copied < len(self._pieces):
+            some, direction = self._pieces[self._copied]
+            if direction != records.ONBOARD or not self._load(some, batch.loads):
+                self._copy(some, batch.ticket, direction)
+            self._copied += 1
+            if large:
+                return
+        self._end(batch)
 
     def _begin(self) -> Decision | None:
         """Begin with the next batch, if there is one."""
@@ -412,7 +413,9 @@ class Transfer:
         if len(batch.accesses) and order is not None:
             self._attempt_order(order.accessed, batch.accesses)
         self._loaded = None if batch.loads is None or order is None else order.loaded
-        self._pieces = self._cut(batch)
+        self._pieces = list(self._cut(batch))
+        self._copied = self._shifted = 0
+        self._shifting = False
         self._begun = batch
         return batch
 
@@ -428,13 +431,13 @@ class Transfer:
         writes them. Takes the transfer lock."""
         if self.order is None or not self.guards & records.READER_WAITS:
             return []
-        with self.hold():
+        with self.lock:
             return self.order.pending(ids, writes)
 
     def event_behind(self, stream: Stream) -> DeviceEvent:
         """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Waits for the device where the
         stream was destroyed. Raises DeviceError, and ValueError for a stream that is being captured."""
-        with self.hold():
+        with self.lock:
             with suppress(StreamGone):
                 self.as_stream(stream)
             return event_behind(self._device, stream)
@@ -443,18 +446,25 @@ class Transfer:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
         DeviceError."""
         if self.guards & records.ENGINE_READS_LAYER_AFTER_COPY:
-            with self.hold():
+            with self.lock:
                 self._device.wait(stream, event)
 
     def follow(self, stream: Stream) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the
         transfer lock. Raises DeviceError."""
         if self.order is not None:
-            with self.hold():
+            with self.lock:
                 self.order.follow_copies(stream)
 
-    def decide(self, stream: Stream | None, ids: Int64s | None, verb: Callable[..., Any], *args: Any) -> Any:
-        """Run a verb on a device that is not synchronous. ``stream`` is the one that the call names, if any.
+    def decide(
+        self,
+        stream: Stream | None,
+        ids: Int64s | None,
+        make: Callable[[Callable[[], Any]], Any],
+        call: Callable[[], Any],
+    ) -> Any:
+        """``make`` a call of a verb on a device that is not synchronous. ``stream`` is the one that the call names, if
+        any.
 
         ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
         ValueError if work cannot be enqueued on the stream of one of them now; nothing has been decided then.
@@ -465,7 +475,7 @@ class Transfer:
             self.check_streams(ids)
         try:
             groups[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)
-            return verb(groups, *args)
+            return make(call)
         finally:
             groups[:, records.H.stream] = before
 
@@ -510,23 +520,31 @@ class Transfer:
                 if which.any():
                     yield level if which.all() else level[which], direction
 
-    def _end(self, batch: Decision, loaded: int | None = None) -> None:
+    def _end(self, batch: Decision) -> None:
         """Enqueue what comes after the copy ops of a batch, and count it as enqueued. Targets whose copy ops were not
-        enqueued lose their content. ``loaded`` is as in ``Order.hold_back``."""
+        enqueued lose their content."""
         if len(batch.accesses) and self.order is not None:
-            self._attempt_order(self.order.hold_back, batch.accesses, self.guards, loaded)
+            self._attempt_order(self.order.hold_back, batch.accesses, self.guards, self._loaded)
         if len(batch.token_moves):
             self._move_tokens(batch.token_moves, batch.ticket)
         if batch.behind is not None:
             self._attempt_order(batch.behind)
-        with self.state_lock:
+        with self.state_lock, self._changes:
             lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
+            end = partial(self._count_as_enqueued, batch.ticket)
             if lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN:
-                verbs.lose(self._states.groups, np.array(lost, np.int64))
-            del self._queue[batch.ticket]
+                self._changes.run(partial(verbs.lose, self._states.groups, np.array(lost, np.int64)), finish=end)
+            else:
+                end()
+
+    def _count_as_enqueued(self, ticket: int, _: object = None) -> None:
+        """Take a batch out of the queue. Done twice, it counts once: there is no call between these lines."""
+        if ticket in self._queue:
             self._enqueued += 1
-            if not self._queue:
-                self._lost.clear()
+            self._begun = None
+            del self._queue[ticket]
+        if not self._queue:
+            self._lost.clear()
 
     def _load(self, copy_ops: Int64s, loads: LayerEvents | None) -> bool:
         """Enqueue loads that do not depend on each other, one part of the layers after the other, if the batch wants
@@ -583,21 +601,27 @@ class Transfer:
         """Enqueue token moves, each on the stream of its sequence. If some fail, the blocks that they should have
         written are lost."""
         order, width = self.order, self._width
-        for slot in np.unique(token_moves[:, 0]).tolist():
+        for slot in np.unique(token_moves[:, 0]).tolist()[self._shifted :]:
             mine = token_moves[token_moves[:, 0] == slot]
             starts = np.flatnonzero(np.diff(mine[:, 1], prepend=-1, append=-1))
+            # Some of them may be enqueued already, and made again they would move other tokens.
+            in_doubt, self._shifting = self._shifting, True
             try:
-                if self.broken is None:
+                if self.broken is None and not in_doubt:
                     on = NULL_STREAM if order is None else order.stream(slot)
                     self._device.enqueue(TokenMoves(np.ascontiguousarray(mine[:, 2:]), starts), on)
             except BaseException as error:
                 self._failed(error)
+                in_doubt = True
+            if in_doubt:
                 self._lost.update(dict.fromkeys((mine[:, 3] // width).tolist(), ticket))
             if order is not None and self.guards & records.TOKENS_MOVE_BEFORE_REUSE:
                 # The slots that were dropped may already belong to other sequences. Their work must come after this as
                 # well.
                 read = [(ACCESSED, slot, block) for block in np.unique(mine[:, 2] // width).tolist()]
                 self._attempt_order(order.accessed, np.array(read, np.int64))
+            self._shifted += 1
+            self._shifting = False
 
     def _attempt_order(self, call: Callable[..., object], *args: Any) -> None:
         """Call the device, if it still works. If streams cannot be ordered, it counts as broken, since somebody would
@@ -609,14 +633,15 @@ class Transfer:
                 self.broken = self._failed(error)
 
     def _failed(self, error: BaseException) -> DeviceError:
-        """What an error of the device means. After any error but DeviceError nobody knows what was done, so the device
-        counts as broken."""
+        """What an error of the device means. Raises what a signal handler has raised meanwhile: the next call goes on
+        where this one was. After any other error but DeviceError nobody knows what was done, so the device counts as
+        broken."""
         if isinstance(error, DeviceError):
             failure = error
+        elif from_handler(error):
+            raise error
         else:
             failure = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
-            if not isinstance(error, Exception):
-                self._exit = error
         if failure.sticky:
             self.broken = failure
         return failure

@@ -117,6 +117,10 @@ class Order:
     """The last accesses of the blocks of one pool on a device that is not synchronous.
 
     The transfer lock guards everything but ``slot``, which the state lock guards. Raises whatever the device raises.
+
+    An exception of a signal handler may end any method anywhere. The method is then called once more, with the same
+    arguments: that records stream points and waits for them twice at most. What it notes for good it notes behind what
+    must have happened first.
     """
 
     def __init__(self, device: Device, blocks: int) -> None:
@@ -129,7 +133,7 @@ class Order:
         # it.
         self._stream_points: Int64s = np.zeros(_OWN, np.int64)
         self._complete: Int64s = np.zeros(_OWN, np.int64)
-        self._events: list[deque[DeviceEvent]] = [deque() for _ in range(_OWN)]
+        self._events: list[deque[tuple[int, DeviceEvent]]] = [deque() for _ in range(_OWN)]
         # [a, b]: the last point of stream b that stream a has waited for.
         self._waited: Int64s = np.zeros((_OWN, _OWN), np.int64)
         # By stream: the last point of loads for which it waits layer by layer.
@@ -152,9 +156,9 @@ class Order:
             if number == len(self._streams):
                 self._streams.append(stream)
             else:
-                del self._slots[self._streams[number].handle]
-                self._streams[number] = stream
+                self._slots.pop(self._streams[number].handle, None)
                 self._waited[number] = 0
+                self._streams[number] = stream
             self._slots[stream.handle] = number
         return number
 
@@ -222,32 +226,40 @@ class Order:
         return [self._event(slot, int(need[slot])) for slot in np.flatnonzero(need > self._complete).tolist()]
 
     def _grow(self) -> None:
-        more = len(self._streams) - len(self._stream_points)
-        if more:
-            self._read = np.concatenate([self._read, np.zeros((len(self._write), more), np.int64)], axis=1)
-            self._stream_points = np.pad(self._stream_points, (0, more))
-            self._complete = np.pad(self._complete, (0, more))
-            self._events += [deque() for _ in range(more)]
-            self._waited = np.pad(self._waited, ((0, more), (0, more)))
+        count, known = len(self._streams), len(self._stream_points)
+        if count > known:
+            read, waited = np.zeros((len(self._write), count), np.int64), np.zeros((count, count), np.int64)
+            read[:, :known], waited[:known, :known] = self._read[:, :known], self._waited[:known, :known]
+            self._read, self._waited = read, waited
+            self._events += [deque() for _ in range(count - len(self._events))]
+            self._complete = np.pad(self._complete[:known], (0, count - known))
+            self._stream_points = np.pad(self._stream_points, (0, count - known))  # the last: it says what is known
 
     def _record(self, stream: int) -> int:
         """Record a new point of a stream. Forgets the events that have completed meanwhile."""
         # Who comes after this point comes after the loads of all layers.
-        self._wait(stream, ONBOARD, self._by_layer.pop(stream, 0))
-        events = self._events[stream]
-        events.append(event_behind(self._device, self._streams[stream]))
-        self._stream_points[stream] += 1
+        self._wait(stream, ONBOARD, self._by_layer.get(stream, 0))
+        self._by_layer.pop(stream, None)
+        stream_point = int(self._stream_points[stream]) + 1
+        self._events[stream].append((stream_point, event_behind(self._device, self._streams[stream])))
+        self._stream_points[stream] = stream_point
         self._forget_complete(stream)
-        return int(self._stream_points[stream])
+        return stream_point
 
     def _forget_complete(self, stream: int) -> None:
+        # A stream point that was recorded twice has two events, and is complete once both are.
         events = self._events[stream]
-        while events and self._device.query(events[0]):
+        while events and self._device.query(events[0][1]):
             events.popleft()
-            self._complete[stream] += 1
+            self._complete[stream] = events[0][0] - 1 if events else self._stream_points[stream]
 
     def _event(self, stream: int, stream_point: int) -> DeviceEvent:
-        return self._events[stream][stream_point - int(self._complete[stream]) - 1]
+        """The last event of a stream point. NULL_EVENT for one that is complete."""
+        events = self._events[stream]
+        first, last = (events[0][0], events[-1][0]) if events else (0, -1)
+        if first <= stream_point <= last and last - first + 1 == len(events):
+            return events[stream_point - first][1]
+        return next((event for number, event in reversed(events) if number == stream_point), NULL_EVENT)
 
     def _wait_all(self, stream: int, need: Int64s) -> None:
         for other in np.flatnonzero(need > np.maximum(self._complete, self._waited[stream])).tolist():

@@ -1,0 +1,181 @@
+"""The safety contract: what a Python exception that comes at any line leaves of a change.
+
+``Changes`` is the only part of this package that deals with exceptions of signal handlers, such as the
+KeyboardInterrupt of Ctrl-C, and with those of calls that a destructor makes inside another call.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from operator import length_hint, methodcaller
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from kvpool.common.errors import IntegrityError
+
+_CALL = methodcaller("__call__")
+Step = Callable[[], Any]
+"""A ``functools.partial`` of a function that runs no bytecode: a jitted one, or one of C."""
+
+
+class _Change:
+    """Steps, their results so far, and what to do with the last result."""
+
+    __slots__ = ("finish", "left", "results", "steps")
+
+    def __init__(self, steps: tuple[Step, ...], finish: Callable[[Any], object] | None) -> None:
+        self.steps, self.finish, self.left = steps, finish, iter(steps)
+        self.results: list[Any] = []
+
+    @property
+    def is_made(self) -> bool:
+        return len(self.results) == len(self.steps)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step has begun and has no result."""
+        return len(self.steps) - length_hint(self.left) > len(self.results)
+
+    def begin_again(self) -> None:
+        """Begin with the first step that has no result."""
+        self.left = iter(self.steps[len(self.results) :])
+
+
+class Changes:
+    """The changes of one state that have begun and are not finished.
+
+    A context manager that holds nothing. Enter it right after the lock of the state, which is a lock of C::
+
+        with self.lock, self.changes:
+            result = self.changes.run(partial(verb, *args), finish=note)
+
+    ``run`` makes the decision, which is one call of a jitted function, and then calls ``finish`` with its result, for
+    what Python has to note. If an exception comes between the two, the decision stands, and ``finish`` is called when
+    the context is left, or else when it is entered next, by any thread. So ``finish`` may be called twice, and gives
+    the same both times.
+
+    Notes
+    -----
+    CPython runs signal handlers in the main thread between two instructions, and destructors wherever memory is
+    allocated or freed. This is where their exceptions can come, and why each place is safe:
+
+    - *Before the lock is held.* Nothing has changed. ``with`` on a lock of C has no gap between taking it and the
+      block; a context manager in Python has one, between ``__enter__`` and the block, so none may take a lock.
+    - *In the block, before the decision.* Nothing has changed, and the change is dropped.
+    - *Inside the decision.* No handler runs there: the steps are called by C, and their results are stored by C.
+    - *Behind the decision.* Its result is stored. What is left to do is done when the context is left. A second
+      exception may interrupt that: then it is done before anything else under the next hold of the lock.
+    - *Behind the lock.* All that was decided is noted. What is decided and not queued stays in the buffers of the
+      state, and what is queued and not enqueued in the queue (see ``Transfer``): the next call goes on with them.
+    - *In a destructor's call inside the block.* It finishes what it began itself, and leaves alone what the calls
+      around it have begun: those are on the stack. What it could not finish is finished when the block around it is
+      left, or sooner.
+
+    Only if an exception leaves a jitted function itself, nobody knows what has changed. Then ``torn`` says so. Whoever
+    owns the state refuses all later calls, and looks at ``torn`` behind each decision, since the call of a destructor
+    inside may have set it. The compiler is no part of the decision: an exception that leaves it changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Change] = []
+        self.torn: IntegrityError | None = None
+        """Why the state is in doubt, if it is."""
+
+    def __enter__(self) -> None:
+        if self._open:
+            self._settle()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self._settle()
+
+    def run(self, *steps: Step, finish: Callable[[Any], object] | None = None) -> Any:
+        """Make a change and return the result of its last step. The caller holds the lock of the state.
+
+        ``finish`` must not raise, and may be called twice. What the steps raise is raised.
+        """
+        change = _Change(steps, finish)
+        self._open.append(change)
+        try:
+            change.results.extend(map(_CALL, change.left))
+        except BaseException as error:
+            if change.is_torn and not left_compiler(error):
+                self._note_torn(error)
+                self._open.remove(change)
+            elif change.results:
+                change.begin_again()
+            else:
+                self._open.remove(change)
+            raise
+        result = change.results[-1]
+        if finish is not None:
+            finish(result)
+        self._open.remove(change)
+        return result
+
+    def _settle(self) -> None:
+        """Finish the changes that no call is making any more."""
+        running = list(_running())
+        for change in [change for change in self._open if not any(change is other for other in running)]:
+            if change.is_torn:
+                self._note_torn(None)
+            elif change.results:
+                change.results.extend(map(_CALL, change.left))
+                if change.finish is not None:
+                    change.finish(change.results[-1])
+            if change in self._open:  # A destructor in here may have done the same.
+                self._open.remove(change)
+
+    def _note_torn(self, error: BaseException | None) -> None:
+        if self.torn is None:
+            why = "an exception" if error is None else f"{type(error).__name__}: {error}"
+            self.torn = IntegrityError("change", f"{why} has left a jitted function half-way")
+            self.torn.__cause__ = error
+
+
+def _running() -> Iterator[_Change]:
+    """The changes that calls on the stack of this thread are making or finishing."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code in _CODES and "change" in frame.f_locals:
+            yield frame.f_locals["change"]
+        frame = frame.f_back
+
+
+_CODES = Changes.run.__code__, Changes._settle.__code__
+
+
+def left_compiler(error: BaseException) -> bool:
+    """Whether an exception comes out of Numba or the compiler of this package, so that no jitted code has run."""
+    return any(name.startswith(("numba.", "kvpool.common.jit.compiler")) for name, _ in _places(error))
+
+
+def from_handler(error: BaseException) -> bool:
+    """Whether an exception may be one that a signal handler has raised: it left one, or it is no ``Exception``, as the
+    KeyboardInterrupt of Ctrl-C is none."""
+    if not isinstance(error, Exception):
+        return True
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    return any(code in handlers for _, code in _places(error))
+
+
+def _places(error: BaseException) -> Iterator[tuple[str, CodeType]]:
+    """The modules and the code that an exception has left."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield str(trace.tb_frame.f_globals.get("__name__")), trace.tb_frame.f_code
+        trace = trace.tb_next
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """The code of a handler in Python: a function, a method, or an object that can be called."""
+    called = getattr(type(handler), "__call__", None)  # noqa: B004
+    for function in (handler, getattr(handler, "__func__", None), called):
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None

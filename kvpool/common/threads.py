@@ -1,0 +1,168 @@
+"""Threads that run no signal handlers, and what callers wait for."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from _thread import TIMEOUT_MAX, allocate_lock, start_new_thread
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Bell:
+    """What callers wait for, in the place of ``threading.Condition`` and ``threading.Event``. Thread-safe, without a
+    lock.
+
+    Those two take their lock in a Python function, ``Condition.__enter__``. The interpreter runs signal handlers right
+    behind the call that takes it. If one raises there, the ``with`` block has not begun, and the lock stays held: the
+    thread that is to notify waits for it for ever. ``tests/copying/test_signals.py`` shows it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+
+    def ring(self) -> None:
+        """Have all who wait ask again."""
+        while self._waiting:
+            with suppress(IndexError):  # another thread rings, too
+                self._waiting.popleft().release()
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until a condition holds, at most ``timeout`` seconds. Returns whether it does. The caller holds no lock.
+        Whoever makes it true rings then."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not condition():
+            waiter = allocate_lock()
+            waiter.acquire()
+            self._waiting.append(waiter)
+            try:
+                # Asked again: a ring before this was for nobody.
+                left = min(end - time.monotonic(), TIMEOUT_MAX)
+                if left <= 0 or condition():
+                    return condition()
+                waiter.acquire(timeout=left)
+            finally:
+                with suppress(ValueError):
+                    self._waiting.remove(waiter)
+        return True
+
+
+class Worker:
+    """A thread that makes calls one after the other. It begins with the first call, and ends with this object or with
+    ``close``. Thread-safe.
+
+    It is started in C: ``threading.Thread.start`` waits for an ``Event``, see ``Bell``. In a child of a fork there is
+    no such thread, and none is started.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._started, self._process = threading.Lock(), False, os.getpid()
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._end = allocate_lock()
+        self._end.acquire()
+        weakref.finalize(self, self._calls.put, None)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have the thread make a call. Raises RuntimeError where the system, or an interpreter that ends, gives no
+        thread."""
+        self.start()
+        self._calls.put(call)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs. Raises RuntimeError as ``post`` does."""
+        with self._lock:
+            if self._started and self._process != os.getpid():
+                raise RuntimeError("the thread is not in this child of os.fork()")
+            if not self._started:
+                self._started = True
+                try:
+                    start_new_thread(_work, (self._calls, self._end))
+                except RuntimeError:
+                    self._started = False
+                    raise
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._started and self._process == os.getpid() and self._end.locked()
+
+    def run(self, call: Callable[[], Result]) -> Result:
+        """Have the thread make a call, and wait for its result, or for what it raises. If a signal handler ends the
+        wait, the call is made all the same."""
+        results: list[Any] = []
+        errors: list[BaseException] = []
+        done = allocate_lock()
+        done.acquire()
+        self.post(partial(_make, call, results, errors, done))
+        done.acquire()
+        if errors:
+            raise errors.pop()
+        result: Result = results[0]
+        return result
+
+    def close(self) -> None:
+        """Wait until all calls so far are made, and end the thread. No more calls are posted. A second call does
+        nothing."""
+        if self.running:
+            self._calls.put(None)
+            self._end.acquire()
+            self._end.release()
+
+
+def _work(calls: SimpleQueue[Callable[[], object] | None], end: Any) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        del call
+    end.release()
+
+
+def _make(call: Callable[[], object], results: list[Any], errors: list[BaseException], done: Any) -> None:
+    try:
+        results.append(call())
+    except BaseException as error:
+        errors.append(error)
+    done.release()
+
+
+_shield = Worker()
+
+
+def uninterrupted(call: Callable[[], Result]) -> Result:
+    """Make a call that no signal handler can end half-way, and return its result.
+
+    Handlers run in the main thread only. There, another thread makes the call, and this one waits for it. If a handler
+    raises meanwhile, the call is made all the same, and nobody gets its result. The caller holds no lock that the call
+    takes. A few microseconds in other threads, some tens in the main thread.
+    """
+    if threading.get_ident() != _main or sys.is_finalizing():
+        return call()
+    try:
+        _shield.start()
+    except RuntimeError:
+        return call()
+    return _shield.run(call)
+
+
+_main = threading.main_thread().ident
+
+
+def _after_fork() -> None:
+    """In a child, the thread that forked is the main thread, and there is no other."""
+    global _shield, _main
+    _shield, _main = Worker(), threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,379 @@
+"""What the safety contract is made of: changes that are finished by the next call, states in doubt, waits."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheManager, PoolClosed
+from kvpool.common.changes import Changes, from_handler
+from kvpool.common.threads import Bell, uninterrupted
+from kvpool.state import verbs
+from tests.desk import VERBS, Desk, Ends, P, T, alarm, clear, handled
+from tests.exact import Alarm, At
+
+pytestmark = [
+    pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there"),
+    # What a handler raises inside a destructor is swallowed by the interpreter.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+# -- the contract itself ---------------------------------------------------------------------------------
+
+
+class Box:
+    """A state with a number in it, of which ``Changes`` take care."""
+
+    def __init__(self) -> None:
+        self.lock, self.changes, self.seen = threading.RLock(), Changes(), list[object]()
+
+    def change(self, *steps: Callable[[], object], finish: Callable[[Any], object] | None = None) -> Any:
+        with self.lock, self.changes:
+            return self.changes.run(*steps, finish=finish or self.seen.append)
+
+
+def fail(error: BaseException) -> Callable[[], object]:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+def test_a_change_that_was_made_is_finished_when_the_context_is_left() -> None:
+    for raised in range(1, 4):
+        box, left = Box(), [raised]
+
+        def finish(result: object, box: Box = box, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0]:
+                raise Alarm
+            box.seen.append(result)
+
+        with suppress(Alarm):
+            box.change(lambda: 7, finish=finish)
+        with suppress(Alarm), box.lock, box.changes:
+            pass
+        assert box.seen == [7] and box.changes.torn is None and not box.changes._open
+
+
+def test_what_finishes_a_change_may_enter_the_context_again() -> None:
+    box, left = Box(), [2]
+
+    def finish(result: object) -> None:
+        left[0] -= 1
+        with box.lock, box.changes:
+            box.seen.append(result)
+        if left[0] > 0:
+            raise Alarm
+
+    with suppress(Alarm):
+        box.change(lambda: 7, finish=finish)
+    assert box.seen == [7, 7] and not box.changes._open
+
+
+def test_only_an_exception_out_of_a_step_tears_a_state() -> None:
+    box = Box()
+    with pytest.raises(OverflowError):
+        box.change(fail(OverflowError("half-way")))
+    assert "OverflowError: half-way" in str(box.changes.torn) and not box.seen
+
+
+def test_a_call_inside_a_change_finishes_its_own_and_leaves_alone_the_one_around_it() -> None:
+    box = Box()
+
+    def inner() -> int:
+        box.change(lambda: "inner")
+        return 1
+
+    box.change(inner, finish=lambda result: box.seen.append("outer"))
+    assert box.seen == ["inner", "outer"]
+
+
+def test_what_a_call_inside_could_not_finish_is_finished_before_the_one_around_it_ends() -> None:
+    box, left = Box(), [2]
+
+    def finish(result: object) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise Alarm
+        box.seen.append(result)
+
+    def inner() -> int:
+        with suppress(Alarm):
+            box.change(lambda: "inner", finish=finish)
+        return 1
+
+    box.change(inner)
+    assert box.seen == [1, "inner"] and not box.changes._open
+
+
+def test_an_exception_is_known_to_come_from_a_handler() -> None:
+    with handled(signal.SIGUSR1, alarm):
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except Alarm as error:
+            assert from_handler(error)
+    assert from_handler(KeyboardInterrupt()) and not from_handler(OSError())
+
+
+def broken(cache: KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a jitted function end half-way."""
+    with monkeypatch.context() as patched, pytest.raises(ArithmeticError):
+        patched.setattr(verbs, "commit", lambda *_: fail(ArithmeticError("half-way"))())
+        cache.commit(cache.add_sequence([1]))
+
+
+def test_a_pool_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk("cpu")
+    desk.ready()
+    cache, copies = desk.cache, desk.cache.core.transfer.moved.nbytes
+    broken(cache, monkeypatch)
+    for call in (
+        lambda: cache.add_sequence([1, 2]),
+        lambda: cache.pin(desk.known.keys),
+        lambda: cache.match_prefix([1]),
+        lambda: cache.block_table([desk.sequence]),
+        lambda: cache.prefetch(desk.known),
+        lambda: cache.export("host"),
+        desk.lease.close,
+        desk.reservation.abort,
+        cache.events,
+        cache.reset,
+    ):
+        with pytest.raises(PoolClosed, match="in doubt: .*ArithmeticError: half-way"):
+            call()
+    assert cache.stats().sequences and cache.core.transfer.moved.nbytes == copies
+    cache.verify()
+    assert cache.close(force=True).sequences
+    assert cache._pools.closed
+
+
+def test_a_refusal_tears_no_pool() -> None:
+    desk = Desk("cpu")
+    desk.ready()
+    for call in (
+        lambda: desk.cache.add_sequence(range(1000, 1000 + T * P)),
+        lambda: desk.cache.commit(desk.sequence, 1000),
+        lambda: desk.cache.pin([bytes(16)]),
+        lambda: desk.cache.release(12345),
+        lambda: desk.cache.reservations[0].commit(10**6),
+    ):
+        with pytest.raises(Exception):  # noqa: B017
+            call()
+    desk.check("")
+
+
+def test_a_handler_that_ends_a_compilation_tears_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpool.common.jit import Dispatcher
+
+    if Dispatcher is None:
+        pytest.skip("Numba compiles")
+    desk = Desk("cpu")
+    compiled = type(verbs.commit)(verbs.commit.py_func)
+    monkeypatch.setattr(type(compiled), "library", lambda *_: signal.raise_signal(signal.SIGALRM))
+    monkeypatch.setattr(verbs, "commit", compiled)
+    with handled(), pytest.raises(Alarm):
+        desk.cache.commit(desk.cache.add_sequence([1]))
+    monkeypatch.undo()
+    desk.check("")
+
+
+def test_a_destructor_that_tears_the_state_ends_the_call_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk("cpu")
+    desk.ready()
+    cache = desk.cache
+    learn, queued, other = cache.core.names.learn, cache.core.transfer._decided, cache.add_sequence([1])
+
+    def meanwhile(keys: Any) -> None:
+        monkeypatch.setattr(cache.core.names, "learn", learn)
+        owners.clear()
+        gc.collect()
+        learn(keys)
+
+    monkeypatch.setattr(verbs, "commit", lambda *_: fail(ArithmeticError("half-way"))())
+    owners = [Ends(lambda: cache.commit(other))]
+    monkeypatch.setattr(cache.core.names, "learn", meanwhile)
+    with pytest.raises(PoolClosed, match="in doubt"):
+        cache.add_sequence([*range(2 * T), 7])
+    assert cache.core.transfer._decided == queued, "its moves were queued"
+
+
+@pytest.mark.parametrize("come", ["destructor", "weakref", "collector"])
+def test_a_callback_that_raises_anywhere_leaves_a_call_done(come: str) -> None:
+    """Its exception reaches nobody."""
+    desk = Desk("cpu")
+    for k in range(3, 40, 3):
+        desk.ready()
+        calls: list[int] = []
+
+        def act(calls: list[int] = calls) -> None:
+            calls.append(desk.cache.add_sequence([1, 2, 3]))
+            raise Alarm
+
+        kept: list[Any] = []
+        if come == "destructor":
+            Ends(act)
+        elif come == "weakref":
+            target = Box()
+            target.seen.append(target)
+            kept.append(weakref.ref(target, lambda _, act=act: act()))
+            del target
+        else:
+            gc.callbacks.append(lambda phase, _, act=act: act() if phase == "start" else None)
+        before = gc.get_threshold()
+        gc.set_threshold(k, 10**6, 10**6)
+        gc.enable()
+        try:
+            got = desk.cache.add_sequence(desk.fresh)
+        finally:
+            gc.set_threshold(*before)
+            if come == "collector":
+                gc.callbacks.pop()
+        gc.collect()
+        assert got in desk.cache.sequences and set(calls) <= set(desk.cache.sequences)
+        desk.check(f"threshold {k}")
+        clear(desk, f"threshold {k}")
+
+
+def test_a_clock_that_raises_changes_nothing() -> None:
+    desk = Desk("cpu")
+    for name, verb in VERBS.items():
+        desk.ready()
+        act, before = verb(desk), desk.counts()
+        desk.cache.core.clock = fail(Alarm())  # type: ignore[assignment]
+        raised = True
+        try:
+            act()
+            raised = False
+        except Alarm:
+            pass
+        desk.cache.core.clock = desk.clock
+        desk.check(name)
+        if raised and name not in ("revoke", "pin_context", "reserve_context"):
+            assert desk.counts() == before, name
+        clear(desk, name)
+
+
+# -- waiting ---------------------------------------------------------------------------------------------
+
+
+def test_a_condition_keeps_its_lock_where_a_handler_raises() -> None:
+    """Why ``Bell`` is there: this is what it would do otherwise."""
+
+    def wait(condition: threading.Condition) -> None:
+        with condition:
+            pass
+
+    kept, k, reached = 0, 0, True
+    while reached:
+        k += 1
+        condition = threading.Condition(threading.Lock())
+        at = At(k)
+        at.run(lambda condition=condition: wait(condition))
+        reached = at.reached
+        free = condition._lock.acquire(blocking=False)  # type: ignore[attr-defined]
+        kept += not free
+    assert kept
+
+
+def test_a_wait_that_a_handler_ends_keeps_no_other_thread_waiting() -> None:
+    reached, k = True, 0
+    while reached:
+        k += 1
+        bell, rung = Bell(), list[bool]()
+        at = At(k)
+        at.run(lambda bell=bell: bell.wait_for(lambda: False, 0.001))
+        reached = at.reached
+        ringer = threading.Thread(target=lambda bell=bell, rung=rung: (bell.ring(), rung.append(True)), daemon=True)
+        ringer.start()
+        ringer.join(600)
+        assert rung, at.where
+    assert k > 10
+
+
+def test_a_bell_wakes_all_who_wait() -> None:
+    bell, come, done = Bell(), [False], list[Any]()
+    threads = [threading.Thread(target=lambda: done.append(bell.wait_for(lambda: come[0], 60))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    come[0] = True
+    bell.ring()
+    for thread in threads:
+        thread.join(600)
+    assert done == [True] * 4 and not bell.wait_for(lambda: False, 0) and not bell._waiting
+
+
+def test_a_call_that_is_not_interrupted_is_made_whole_whatever_the_caller_is_told() -> None:
+    assert uninterrupted(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(lambda: 1 // 0)
+    k, reached = 0, True
+    while reached:
+        k += 1
+        steps, done = list[int](), threading.Lock()
+        done.acquire()
+
+        def call(steps: list[int] = steps, done: Any = done) -> None:
+            for i in range(50):
+                steps.append(i)
+            done.release()
+
+        at = At(k)
+        at.run(lambda call=call: uninterrupted(call))
+        reached = at.reached
+        if steps or at.ended:
+            assert done.acquire(timeout=600) and len(steps) == 50, at.where
+    assert k > 5 and uninterrupted(lambda: 6) == 6
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------
+
+
+PROGRAM = """
+import sys
+import kvpool
+layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+with kvpool.KVCacheManager(layout, device_blocks=16, host_blocks=8, device="cpu") as cache:
+    print("ready", flush=True)
+    for i in range(10**9):
+        sequence = cache.add_sequence([i, 2, 3, 4, 5, 6])
+        cache.commit(sequence)
+        cache.release(sequence)
+"""
+
+
+def test_a_program_ends_on_ctrl_c_like_any_other() -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt"), errors
+
+
+def test_a_pool_in_a_notebook_goes_on_after_ctrl_c() -> None:
+    desk, pressed = Desk("cpu"), 0
+    desk.cache.release(desk.cache.add_sequence([1, 2, 3]))
+    last: BaseException | None = None  # as a notebook keeps the last error, with all that it refers to
+    with handled(signal.SIGALRM, lambda number, frame: signal.default_int_handler(number, frame)):
+        for _ in range(20):
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            try:
+                while True:
+                    desk.cache.release(desk.cache.add_sequence([*range(2 * T), 8]))
+            except KeyboardInterrupt as error:
+                last, pressed = error, pressed + 1
+            desk.check("")
+            clear(desk, "")
+    assert pressed == 20 and last is not None
