@@ -84,7 +84,7 @@ def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
     transfer: Any = cache.core.transfer
     end = transfer._end
 
-    def noted(batch: Any, loaded: int | None) -> Any:
+    def noted(batch: Any) -> Any:
         copy_ops, shifts = batch.copy_ops.tolist(), batch.token_moves.tolist()
         for *move, direction in copy_ops:
             recorder.line(DIRECTIONS[direction], batch.ticket, move)
@@ -92,6 +92,6 @@ def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
             recorder.line("token moves", batch.ticket, shifts)
         if not copy_ops and not shifts:
             recorder.line("ticket", batch.ticket)
-        return end(batch, loaded)
+        return end(batch)
 
     transfer._end = noted
