@@ -6,20 +6,16 @@ interrupted. So a signal mask does not defer them. A replacement handler does: i
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
-import time
 
 # The functions of ``signal`` convert every handler to an enum and back. That would cost more than the call that is
 # protected, so the functions of ``_signal`` are used.
 from _signal import getsignal  # type: ignore[import-not-found]
 from _signal import signal as set_handler
-from _thread import TIMEOUT_MAX, allocate_lock, get_ident, interrupt_main
-from collections import deque
+from _thread import get_ident, interrupt_main
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias, TypeVar
 
@@ -236,39 +232,6 @@ def deliver(call: Callable[..., Answer], *args: Any) -> Answer:
         raise
     _current, _waiting = outer, before
     return answer
-
-
-class Bell:
-    """What callers wait for. In the place of ``threading.Condition`` and ``Event``: a handler that raises in the middle
-    of those can leave a lock held, for which other threads wait then. Thread-safe; it has no lock."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Any] = deque()
-
-    def ring(self) -> None:
-        """Have all who wait ask again."""
-        while self._waiting:
-            with suppress(IndexError):  # another thread rings, too
-                self._waiting.popleft().release()
-
-    def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until a condition holds, at most ``timeout`` seconds. Returns whether it does. The caller holds no lock.
-        Whoever makes it true rings then."""
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while not condition():
-            waiter = allocate_lock()
-            waiter.acquire()
-            self._waiting.append(waiter)
-            try:
-                # Asked again: a ring before this was for nobody.
-                left = min(end - time.monotonic(), TIMEOUT_MAX)
-                if left <= 0 or condition():
-                    return condition()
-                waiter.acquire(timeout=left)
-            finally:
-                with suppress(ValueError):
-                    self._waiting.remove(waiter)
-        return True
 
 
 def _after_fork() -> None:

@@ -135,34 +135,3 @@ def _make(call: Callable[[], object], results: list[Any], errors: list[BaseExcep
     except BaseException as error:
         errors.append(error)
     done.release()
-
-
-_shield = Worker()
-
-
-def uninterrupted(call: Callable[[], Result]) -> Result:
-    """Make a call that no signal handler can end half-way, and return its result.
-
-    Handlers run in the main thread only. There, another thread makes the call, and this one waits for it. If a handler
-    raises meanwhile, the call is made all the same, and nobody gets its result. The caller holds no lock that the call
-    takes. A few microseconds in other threads, some tens in the main thread.
-    """
-    if threading.get_ident() != _main or sys.is_finalizing():
-        return call()
-    try:
-        _shield.start()
-    except RuntimeError:
-        return call()
-    return _shield.run(call)
-
-
-_main = threading.main_thread().ident
-
-
-def _after_fork() -> None:
-    """In a child, the thread that forked is the main thread, and there is no other."""
-    global _shield, _main
-    _shield, _main = Worker(), threading.get_ident()
-
-
-os.register_at_fork(after_in_child=_after_fork)

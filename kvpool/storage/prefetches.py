@@ -14,8 +14,8 @@ import numpy as np
 
 from kvpool.common.arrays import Bools
 from kvpool.common.errors import DeviceError, StoreBusy
-from kvpool.common.interrupt import Bell
 from kvpool.common.process import Process
+from kvpool.common.threads import Bell
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H

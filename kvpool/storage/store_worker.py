@@ -25,8 +25,9 @@ from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed, StoreBusy
-from kvpool.common.interrupt import Bell, DeferSignals
+from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
+from kvpool.common.threads import Bell
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.storage.calls import NO_CODES, NO_ROWS, StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog

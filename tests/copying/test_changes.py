@@ -17,7 +17,7 @@ import pytest
 
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.common.changes import Changes, from_handler
-from kvpool.common.threads import Bell, uninterrupted
+from kvpool.common.threads import Bell
 from kvpool.state import verbs
 from tests.desk import VERBS, Desk, Ends, P, T, alarm, clear, handled
 from tests.exact import Alarm, At
@@ -312,29 +312,6 @@ def test_a_bell_wakes_all_who_wait() -> None:
     for thread in threads:
         thread.join(600)
     assert done == [True] * 4 and not bell.wait_for(lambda: False, 0) and not bell._waiting
-
-
-def test_a_call_that_is_not_interrupted_is_made_whole_whatever_the_caller_is_told() -> None:
-    assert uninterrupted(lambda: 5) == 5
-    with pytest.raises(ZeroDivisionError):
-        uninterrupted(lambda: 1 // 0)
-    k, reached = 0, True
-    while reached:
-        k += 1
-        steps, done = list[int](), threading.Lock()
-        done.acquire()
-
-        def call(steps: list[int] = steps, done: Any = done) -> None:
-            for i in range(50):
-                steps.append(i)
-            done.release()
-
-        at = At(k)
-        at.run(lambda call=call: uninterrupted(call))
-        reached = at.reached
-        if steps or at.ended:
-            assert done.acquire(timeout=600) and len(steps) == 50, at.where
-    assert k > 5 and uninterrupted(lambda: 6) == 6
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ import zmq
 from kvpool.common.arguments import bool_argument, text_argument
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.errors import PoolClosed
-from kvpool.common.interrupt import Bell, DeferSignals
+from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
+from kvpool.common.threads import Bell
 from kvpool.integrations.kv_events.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.integrations.kv_events.replay_server import History, ReplayServer
 from kvpool.pool.events import Events

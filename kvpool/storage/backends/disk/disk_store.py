@@ -113,7 +113,7 @@ class DiskStore:
         if system is not None and not isinstance(system, System):
             raise TypeError(f"system: expected a System, got {system!r:.80}")
         self._system, self._process = system or System(), Process()
-        # Taken by itself: ``stats`` is for any thread, see ``kvpool.common.interrupt.Bell``.
+        # Taken by itself: ``stats`` is for any thread, see ``kvpool.common.threads.Bell``.
         self._lock, self._opened = threading.Lock(), False
         self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(_COUNTS.split(), 0)
