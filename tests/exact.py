@@ -82,7 +82,7 @@ class At:
 
     def run(self, act: Callable[[], Any]) -> BaseException | None:
         """What the call raised. The garbage collector is off: what a handler raises in a callback is lost."""
-        before, found, collects = signal.signal(signal.SIGALRM, alarm), None, gc.isenabled()
+        before, raised, collects = signal.signal(signal.SIGALRM, alarm), None, gc.isenabled()
         gc.disable()
         hook, sys.unraisablehook = sys.unraisablehook, lambda found: None  # pytest's own is no place for a signal
         try:
@@ -92,10 +92,10 @@ class At:
                 self.ended = True
                 sys.settrace(None)
             except Alarm as error:
-                found = error
+                raised = error
             sys.settrace(None)
         except Alarm as error:  # the second one, right behind the first
-            found = error
+            raised = error
         finally:
             sys.settrace(None)
             At.again, sys.unraisablehook = None, hook
@@ -104,4 +104,4 @@ class At:
             if collects:
                 gc.enable()
         assert kept, f"the handler was not given back {self.where}"
-        return found
+        return raised

@@ -59,12 +59,12 @@ class Package:
 
     def place(self, mutation: Mutation) -> Place:
         """Raises ValueError where what a mutation replaces does not stand in its function exactly once."""
-        found = self._found(mutation, mutation.function.split("."))
-        if len(found) != 1:
+        matches = self._found(mutation, mutation.function.split("."))
+        if len(matches) != 1:
             raise ValueError(
-                f"{mutation.name}: {mutation.function} has {len(found)} times, and not once: {mutation.before!r}"
+                f"{mutation.name}: {mutation.function} has {len(matches)} times, and not once: {mutation.before!r}"
             )
-        return found[0]
+        return matches[0]
 
     def applied(self, mutation: Mutation) -> tuple[Path, str]:
         """A file, and its text with the mutation made. Raises ValueError like ``place``."""
@@ -85,11 +85,11 @@ class Package:
         function has it, or several have."""
         parts = mutation.function.split(".")
         for first in range(len(parts) + 1):
-            found = self._found(mutation, parts[first:])
-            if len(found) == 1:
-                _, name, depth, _ = found[0].owner
+            matches = self._found(mutation, parts[first:])
+            if len(matches) == 1:
+                _, name, depth, _ = matches[0].owner
                 endings = (name[-length:] for length in range(max(depth, 1), len(name) + 1))
-                best = next((one for one in endings if len(self._found(mutation, one)) == 1), name)
+                best = next((ending for ending in endings if len(self._found(mutation, ending)) == 1), name)
                 return mutation._replace(function=".".join(best))
         return None
 

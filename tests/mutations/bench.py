@@ -101,15 +101,15 @@ class Bench:
             return [*tests], f"{said}\nended by signal {-done.returncode}"
         if done.returncode > 1 or not seen.exists():
             raise RuntimeError(f"the tests did not run:\n{said}")
-        found = json.loads(seen.read_text(encoding="utf-8"))
-        if not Path(found["package"]).is_relative_to(self.folder.resolve()):
-            raise RuntimeError(f"the tests imported {found['package']}, not the copy in {self.folder}")
-        return found["failed"], said
+        report = json.loads(seen.read_text(encoding="utf-8"))
+        if not Path(report["package"]).is_relative_to(self.folder.resolve()):
+            raise RuntimeError(f"the tests imported {report['package']}, not the copy in {self.folder}")
+        return report["failed"], said
 
 
 def _names_one_of(test: str, failed: Iterable[str]) -> bool:
     """Whether a node id is one of these, or a test with parameters that is."""
-    return any(one == test or one.startswith(f"{test}[") for one in failed)
+    return any(name == test or name.startswith(f"{test}[") for name in failed)
 
 
 @contextmanager

@@ -64,10 +64,10 @@ class Lab(Engine):
         table, expected = self.table(sequence), sequence.bytes[: len(sequence) if count is None else count]
 
         def kernel() -> None:
-            for i, one in enumerate(expected):
+            for i, token_bytes in enumerate(expected):
                 if table[i // self.T] < 0:
                     continue
-                self.compare(table[i // self.T], i % self.T, one, f"token {i} of {sequence}")
+                self.compare(table[i // self.T], i % self.T, token_bytes, f"token {i} of {sequence}")
 
         if expected:
             self.sim.launch(self._on(sequence), kernel, reads=self.rows(table, 0, len(expected)))
@@ -113,8 +113,8 @@ class Lab(Engine):
         block = int(lease.blocks[0])
 
         def kernel() -> None:
-            for slot, one in enumerate(expected):
-                self.compare(block, slot, one, f"{tokens}")
+            for slot, token_bytes in enumerate(expected):
+                self.compare(block, slot, token_bytes, f"{tokens}")
 
         if stream is None:
             kernel()
@@ -128,8 +128,8 @@ class Lab(Engine):
         for layer in layers:
 
             def kernel(layer: int = layer) -> None:
-                for i, one in enumerate(expected):
-                    if not np.array_equal(self.block(table[i // self.T])[layer, :, i % self.T], one[layer]):
+                for i, token_bytes in enumerate(expected):
+                    if not np.array_equal(self.block(table[i // self.T])[layer, :, i % self.T], token_bytes[layer]):
                         self.wrong.append(f"layer {layer} of token {i} of {tokens} has not come")
 
             rows = self.rows(table, 0, len(expected))
@@ -139,13 +139,13 @@ class Lab(Engine):
 
     def findings(self) -> list[str]:
         """Let everything run; what was found wrong by the device, by the kernels or by ``verify``. Closes the pool."""
-        found = []
+        failures = []
         for step in (self.sim.synchronize, self.sim.check, self.cache.verify, self._close):
             try:
                 step()
             except (KVPoolError, AssertionError) as error:
-                found.append(f"{type(error).__name__}: {error}")
-        return found + self.wrong
+                failures.append(f"{type(error).__name__}: {error}")
+        return failures + self.wrong
 
     def _close(self) -> None:
         if not self.cache.closed:

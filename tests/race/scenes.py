@@ -339,15 +339,15 @@ def two_commits(without: str | None) -> Scene:
 def forget_and_commit(without: str | None) -> Scene:
     """Content is forgotten while a second sequence that has computed it commits it."""
     cast = Cast(4, 0, without)
-    one, two = cast.admission([1])(), cast.admission([1])()
-    cast.cache.commit(one.id)
+    first, two = cast.admission([1])(), cast.admission([1])()
+    cast.cache.commit(first.id)
     keys = cast.prompt([1])
 
     def check(outcomes: list[Any]) -> None:
         cast.judge()
         assert outcomes == [1, None]
         cast.live.clear()
-        cast.cache.release([one.id, two.id])
+        cast.cache.release([first.id, two.id])
         cast.judge()
         assert not debug.cached(cast.cache.core.tokens)["device"]
         assert cast.free() == 4
@@ -404,9 +404,9 @@ def swap_and_hit(without: str | None) -> Scene:
 def two_writers(without: str | None) -> Scene:
     """Two forks append to the end that they share; there is room for one copy."""
     cast = Cast(2, 0, without, T=2)
-    one = cast.admission([1])()
-    (other,) = cast.fork(one)
-    verbs = [lambda: cast.append(one, [2]), lambda: cast.append(other, [3])]
+    parent = cast.admission([1])()
+    (other,) = cast.fork(parent)
+    verbs = [lambda: cast.append(parent, [2]), lambda: cast.append(other, [3])]
     return cast.scene(verbs, _end(cast, ("Request", "Request")))
 
 

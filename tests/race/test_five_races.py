@@ -75,8 +75,8 @@ def two_steps(rows: tuple[int, int], seed: int, progress: float) -> tuple[list[s
 @pytest.mark.parametrize("rows", [(0, 0), (0, 1)], ids=["v1, the ids", "v2, the ids and the rows"])
 def test_a_step_reads_the_table_that_was_staged_for_it(rows: tuple[int, int]) -> None:
     for seed, progress in RUNS:
-        wrong, found = two_steps(rows, seed, progress)
-        assert not wrong + found, f"seed {seed}, progress {progress}: {'; '.join(wrong + found[:1])}"
+        wrong, races = two_steps(rows, seed, progress)
+        assert not wrong + races, f"seed {seed}, progress {progress}: {'; '.join(wrong + races[:1])}"
 
 
 # ----------------------------------------
@@ -115,8 +115,8 @@ def load_a_chunk(seed: int, progress: float) -> tuple[list[str], list[str]]:
 
 def test_a_chunk_that_is_loaded_leaves_a_prefix_alone_that_another_request_reads() -> None:
     runs = {(seed, progress): load_a_chunk(seed, progress) for seed, progress in RUNS}
-    (seed, progress), (wrong, found) = max(runs.items(), key=lambda item: sum(map(len, item[1])))
-    assert not wrong + found, f"seed {seed}, progress {progress}: {'; '.join(wrong + found[:1])}"
+    (seed, progress), (wrong, races) = max(runs.items(), key=lambda item: sum(map(len, item[1])))
+    assert not wrong + races, f"seed {seed}, progress {progress}: {'; '.join(wrong + races[:1])}"
 
 
 # ----------------------------------------

@@ -79,43 +79,43 @@ def a_copy_into_a_block_that_is_being_offloaded(lab: Lab) -> None:
 
 
 def a_beam_takes_over_from_another_stream(lab: Lab) -> None:
-    one = lab.commit(lab.add(X))
-    other = fork(lab, one, lab.b)
+    parent = lab.commit(lab.add(X))
+    other = fork(lab, parent, lab.b)
     lab.append(other, [8])
-    lab.cache.reorder([one.id, other.id], [1, 1])
-    lab._streams[one.id] = lab.b
-    lab.reordered([one, other], [1, 1])
-    lab.append(one, [9])
+    lab.cache.reorder([parent.id, other.id], [1, 1])
+    lab._streams[parent.id] = lab.b
+    lab.reordered([parent, other], [1, 1])
+    lab.append(parent, [9])
 
 
 def the_block_of_a_dropped_beam_is_copied_into_while_it_is_read(lab: Lab) -> None:
-    one = lab.commit(lab.add(X))
-    other = fork(lab, one, lab.b)
+    parent = lab.commit(lab.add(X))
+    other = fork(lab, parent, lab.b)
     lab.append(other, [8])
     lab.sim.synchronize()
     lab.check(other)
-    lab.cache.reorder([one.id, other.id], [0, 0])
+    lab.cache.reorder([parent.id, other.id], [0, 0])
     lab._streams[other.id] = lab.a
-    lab.reordered([one, other], [0, 0])
+    lab.reordered([parent, other], [0, 0])
     lab.append(other, [9])
 
 
 def beams_go_on_together_on_another_stream(lab: Lab) -> None:
-    one = lab.add(X)
-    other = fork(lab, one)
+    parent = lab.add(X)
+    other = fork(lab, parent)
     lab.append(other, [8])
-    lab.cache.reorder([one.id, other.id], [1, 1], stream=lab.b)
-    lab._streams |= {one.id: lab.b, other.id: lab.b}
-    lab.reordered([one, other], [1, 1])
+    lab.cache.reorder([parent.id, other.id], [1, 1], stream=lab.b)
+    lab._streams |= {parent.id: lab.b, other.id: lab.b}
+    lab.reordered([parent, other], [1, 1])
 
 
 def a_block_that_a_dropped_beam_reads_on_its_own_stream_is_given_away(lab: Lab) -> None:
-    one = lab.commit(lab.add(X))
-    other = fork(lab, one, lab.b)
-    lab.cache.reorder([one.id, other.id], [0, 0])
+    parent = lab.commit(lab.add(X))
+    other = fork(lab, parent, lab.b)
+    lab.cache.reorder([parent.id, other.id], [0, 0])
     lab._streams[other.id] = lab.a
     held = lab.add([5])
-    lab.release(one, other, store=False)
+    lab.release(parent, other, store=False)
     assert lab.table(lab.add([21, 22, 23], stream=lab.a)) == [0]
     lab.release(held)
 

@@ -55,7 +55,7 @@ class Csr(Rows):
         return [part.tolist() for part in cache.block_table(sequence).csr()]
 
     def is_right(self, wanted: Any) -> bool:
-        return [one[one != GARBAGE].tolist() for one in self.arrays] == wanted
+        return [array[array != GARBAGE].tolist() for array in self.arrays] == wanted
 
 
 class Steps(Rows):
@@ -99,10 +99,10 @@ def stalled(kind: type[Rows], seed: int, progress: float, guard: str | None) -> 
     assert b & 0xFFFFFFFF == row, "B has the row of A"
     wanted.append(both[1].wanted(cache, b))
     both[1].send(cache, b)
-    assert all((one == GARBAGE).all() for given in both for one in given.arrays)
+    assert all((upload == GARBAGE).all() for array in both for upload in array.arrays)
     gate.open()
     lab.sim.run()
-    return [i for i, given in enumerate(both) if not given.is_right(wanted[i])], lab.findings()
+    return [i for i, upload in enumerate(both) if not upload.is_right(wanted[i])], lab.findings()
 
 
 @KINDS
@@ -115,9 +115,9 @@ def test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile(kin
 def test_a_buffer_that_is_taken_at_once_gives_a_sequence_what_is_anothers(kind: type[Rows]) -> None:
     """The proof bites: without the rule both the tables and the order of accesses are wrong, in every run."""
     for seed, progress in RUNS:
-        wrong, found = stalled(kind, seed, progress, GUARD)
+        wrong, races = stalled(kind, seed, progress, GUARD)
         assert wrong, f"seed {seed}, progress {progress}"
-        assert any("RaceError" in one and kind.launch in one for one in found), f"seed {seed}: {found}"
+        assert any("RaceError" in race and kind.launch in race for race in races), f"seed {seed}: {races}"
 
 
 def small_case(kind: type[Rows], guard: str | None) -> Callable[[SimDevice], None]:
@@ -169,24 +169,24 @@ def test_a_small_case_is_wrong_in_some_schedule_without_the_guard(kind: type[Row
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_array_that_others_use_without_an_order_is_a_race(kind: type[Rows], ordered: bool) -> None:
     for number in range(len(kind().arrays)):
-        lab, given = Lab(8, 0), kind()
-        given.send(lab.cache, lab.add([1]).id)
+        lab, upload = Lab(8, 0), kind()
+        upload.send(lab.cache, lab.add([1]).id)
         if ordered:
             lab.sim.wait(lab.b, lab.sim.record(lab.a))
-        lab.sim.launch(lab.b, lambda: None, loads=[given.arrays[number]])
-        found = lab.findings()
-        assert not found if ordered else any("RaceError" in one and "array" in one for one in found), found
+        lab.sim.launch(lab.b, lambda: None, loads=[upload.arrays[number]])
+        races = lab.findings()
+        assert not races if ordered else any("RaceError" in race and "array" in race for race in races), races
 
 
 @KINDS
 def test_the_stream_that_is_named_follows_the_one_that_the_sequence_was_used_on(kind: type[Rows]) -> None:
     for seed, progress in RUNS:
         lab = Lab(8, 0, seed=seed, progress=progress)
-        a, given = lab.add([1, 2, 3]), kind()
-        given.send(lab.cache, a.id, stream=lab.b)
+        a, upload = lab.add([1, 2, 3]), kind()
+        upload.send(lab.cache, a.id, stream=lab.b)
         lab._streams[a.id] = lab.b
         lab.check(a)  # reads on b what was written on a
-        lab.sim.launch(lab.b, lambda: None, loads=given.arrays)
+        lab.sim.launch(lab.b, lambda: None, loads=upload.arrays)
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
@@ -195,19 +195,19 @@ CAPTURED = pytest.mark.parametrize("kind", [Rows, Steps])
 
 def replay_twice(kind: type[Rows], device: SimDevice, cache: KVCacheManager) -> None:
     """A graph hands over and reads, twice, each time another sequence."""
-    engine, given, wanted, seen = device.create_stream("engine"), kind(), list[Any](), list[bool]()
+    engine, upload, wanted, seen = device.create_stream("engine"), kind(), list[Any](), list[bool]()
 
     def read() -> None:
-        seen.append(given.is_right(wanted[len(seen)]))
-        for array in given.arrays:
+        seen.append(upload.is_right(wanted[len(seen)]))
+        for array in upload.arrays:
             array.fill(GARBAGE)
 
     with device.capture(engine) as graph:
-        captured = given.capture(cache, engine)
-        device.launch(engine, read, loads=given.arrays, stores=given.arrays)
+        captured = upload.capture(cache, engine)
+        device.launch(engine, read, loads=upload.arrays, stores=upload.arrays)
     for prompt in ([1, 2, 3], [4]):
         sequence = cache.add_sequence(prompt, stream=engine)
-        wanted.append(given.wanted(cache, sequence))
+        wanted.append(upload.wanted(cache, sequence))
         captured.stage(sequence, stream=engine)
         device.replay(graph, engine)
     captured.close()
@@ -254,25 +254,25 @@ def test_what_is_staged_before_the_replay_before_has_read_is_a_race(kind: type[R
         lab = Lab(3, 0, seed=seed, progress=progress, guard=GUARD)
         with contextlib.suppress(AssertionError, RaceError):
             replay_twice(kind, lab.sim, lab.cache)
-        assert any(kind.launch in str(one) for one in lab.sim.races), f"seed {seed}, progress {progress}"
+        assert any(kind.launch in str(race) for race in lab.sim.races), f"seed {seed}, progress {progress}"
 
 
 @CAPTURED
 def test_what_no_graph_can_have_is_refused_before_anything_happens(kind: type[Rows]) -> None:
-    lab, given = Lab(4, 0), kind()
+    lab, upload = Lab(4, 0), kind()
     cache, sim, a = lab.cache, lab.sim, lab.add([1, 2, 3]).id
     with pytest.raises(ValueError, match="expected one that is being captured"):
-        given.capture(cache, lab.b)
+        upload.capture(cache, lab.b)
     with sim.capture(lab.b) as graph:
         for call in (lambda: Csr().send(cache, a, stream=lab.b), lambda: cache.commit(a, stream=lab.b)):
             with pytest.raises(ValueError, match="expected one that is not being captured"):
                 call()
         assert not graph
-        captured = given.capture(cache, lab.b)
+        captured = upload.capture(cache, lab.b)
         with pytest.raises(ValueError, match="expected one that is not being captured"):
             captured.stage(a, stream=lab.b)
     captured.stage(a, stream=lab.b)
-    wanted = given.wanted(cache, a)
+    wanted = upload.wanted(cache, a)
     with pytest.raises(ValueError, match="expected up to 1 sequences.*, got 2"):
         captured.stage([a, a], stream=lab.b)
     with pytest.raises(ValueError, match="first, counts"):
@@ -281,7 +281,7 @@ def test_what_no_graph_can_have_is_refused_before_anything_happens(kind: type[Ro
     with sim.capture(lab.b), pytest.raises(ValueError, match="expected one that is not being captured"):
         captured.close()  # nobody can ask now when its replays are done
     sim.synchronize()
-    assert given.is_right(wanted), "what was refused has left what was staged before"
+    assert upload.is_right(wanted), "what was refused has left what was staged before"
     captured.close()
     captured.close()
     with pytest.raises(ValueError, match="closed"):
@@ -289,23 +289,23 @@ def test_what_no_graph_can_have_is_refused_before_anything_happens(kind: type[Ro
     assert not lab.findings()
     with KVCacheManager(small_layout(1), device_blocks=2, device="cpu") as plain:
         with pytest.raises(ValueError, match="the cpu device has no graphs"):
-            given.capture(plain, NULL_STREAM)
+            upload.capture(plain, NULL_STREAM)
         plain.verify()
 
 
 @CAPTURED
 def test_a_pool_that_closes_waits_for_the_replays_and_keeps_no_buffer(kind: type[Rows]) -> None:
     for seed, progress in RUNS:
-        lab, given = Lab(3, 0, seed=seed, progress=progress), kind()
+        lab, upload = Lab(3, 0, seed=seed, progress=progress), kind()
         with lab.sim.capture(lab.b) as graph:
-            captured = given.capture(lab.cache, lab.b)
+            captured = upload.capture(lab.cache, lab.b)
         a = lab.add([1, 2, 3]).id
         captured.stage(a, stream=lab.b)
-        wanted = given.wanted(lab.cache, a)
+        wanted = upload.wanted(lab.cache, a)
         lab.sim.replay(graph, lab.b)
         lab.cache.close()
-        assert given.is_right(wanted)
+        assert upload.is_right(wanted)
         captured.close()
         with pytest.raises(PoolClosed):
-            given.capture(lab.cache, lab.b)
+            upload.capture(lab.cache, lab.b)
         assert not lab.sim.races

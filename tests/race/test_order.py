@@ -141,8 +141,8 @@ def pass_through(lab: Lab, count: int, first: int = 1000) -> None:
 def test_a_stream_that_a_sequence_is_on_keeps_its_number() -> None:
     """All that it was told to do is done, so that nothing but the sequence names it."""
     lab = Lab(6, 0)
-    own = lab.sim.create_stream("own")
-    sequence = lab.commit(lab.add([1, 2, 3], stream=own))
+    stream = lab.sim.create_stream("own")
+    sequence = lab.commit(lab.add([1, 2, 3], stream=stream))
     lab.sim.synchronize()
     pass_through(lab, 40)
     lab.commit(lab.append(sequence, [4]))  # on the stream that it used last

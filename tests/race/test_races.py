@@ -332,15 +332,15 @@ def run(scenario: Scenario, options: dict[str, Any], seed: int, progress: float,
 
 def is_right(scenario: Scenario, options: dict[str, Any]) -> None:
     for seed, progress in RUNS:
-        found = run(scenario, options, seed, progress)
-        assert not found, f"seed {seed}, progress {progress}: {found}"
+        failures = run(scenario, options, seed, progress)
+        assert not failures, f"seed {seed}, progress {progress}: {failures}"
 
 
 def needs(guard: str | None, scenario: Scenario, options: dict[str, Any]) -> None:
     """Every run shows what the guard is for, once it is taken out."""
     for seed, progress in RUNS:
-        found = run(scenario, options, seed, progress, guard)
-        assert found, f"seed {seed}, progress {progress}: nothing was found without {guard}"
+        failures = run(scenario, options, seed, progress, guard)
+        assert failures, f"seed {seed}, progress {progress}: nothing was found without {guard}"
 
 
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
@@ -410,14 +410,14 @@ def a_failure_at_a_move(place: int, seed: int, progress: float, guard: str | Non
 @pytest.mark.parametrize("place", range(4))
 def test_a_failure_at_each_move_of_a_batch_hands_out_nothing_that_never_came(place: int) -> None:
     for seed, progress in RUNS:
-        found = a_failure_at_a_move(place, seed, progress, None)
-        assert not found, f"seed {seed}, progress {progress}: {found}"
+        failures = a_failure_at_a_move(place, seed, progress, None)
+        assert not failures, f"seed {seed}, progress {progress}: {failures}"
 
 
 def test_content_that_never_came_is_handed_out_without_the_guard() -> None:
     for seed, progress in RUNS:
-        found = [a_failure_at_a_move(place, seed, progress, "lost_content_is_forgotten") for place in range(4)]
-        assert any(found), f"seed {seed}, progress {progress}"
+        failures = [a_failure_at_a_move(place, seed, progress, "lost_content_is_forgotten") for place in range(4)]
+        assert any(failures), f"seed {seed}, progress {progress}"
 
 
 def a_failure_that_is_reported_after_a_reset(guard: str | None) -> bool:

@@ -159,7 +159,7 @@ class Lab:
     def findings(self, steps: int) -> list[str]:
         """Do so many verbs, let everything run; what was found wrong by the device, by the kernels or by ``verify``.
         Closes the pool."""
-        found = []
+        failures = []
         try:
             for _ in range(steps):
                 with suppress(OutOfBlocks):
@@ -167,21 +167,21 @@ class Lab:
                 self.cache.verify()
             self.cache.release([number for number, _ in self.live])
         except (KVPoolError, AssertionError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+            failures.append(f"{type(error).__name__}: {error}")
         for last in (self.sim.synchronize, self.sim.check, lambda: self.cache.close(force=True)):
             try:
                 last()
             except (KVPoolError, AssertionError) as error:
-                found.append(f"{type(error).__name__}: {error}")
-        return found + self.wrong
+                failures.append(f"{type(error).__name__}: {error}")
+        return failures + self.wrong
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_step_finds_its_state_and_nothing_races(seed: int, progress: float) -> None:
     lab = Lab(seed, progress, alone=bool(seed % 2))
-    found = lab.findings(60)
-    assert not found, f"seed {seed}, progress {progress}: {found[:3]}"
+    races = lab.findings(60)
+    assert not races, f"seed {seed}, progress {progress}: {races[:3]}"
 
 
 @pytest.mark.parametrize("progress", [0.0, 1.0])
@@ -195,8 +195,8 @@ def test_a_shared_state_is_copied_behind_its_write_and_before_the_next_one(progr
     assert lab.cache.block_table(number, group=lab.g).dense()[0][1] != shared
     lab.run((number, tokens), lab.streams[0])
     lab.live.append((int(fork), [1, 2, 3, 4, 5]))
-    found = lab.findings(0)
-    assert not found, found
+    races = lab.findings(0)
+    assert not races, races
 
 
 @pytest.mark.parametrize("progress", [0.0, 1.0])
@@ -210,8 +210,8 @@ def test_a_state_that_a_rewind_drops_is_written_by_others_behind_its_write(progr
     lab.cache.rewind(number, [3])
     other, _ = lab.add([7], lab.streams[1])
     assert int(lab.cache.block_table(other, group=lab.g).dense()[0][0]) in dropped
-    found = lab.findings(0)
-    assert not found, found
+    races = lab.findings(0)
+    assert not races, races
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_lease_that_the_collector_closes_anywhere_inside_a_call_harms_nothing(
         gc.callbacks[:] = told
         gc.enable()
     assert any(inside for inside, _ in ends), "no collection came inside the call"
-    assert not any(found for _, found in ends), ends
+    assert not any(failures for _, failures in ends), ends
 
 
 def test_a_lease_that_a_destructor_closes_inside_a_call_of_the_device_is_unpinned(

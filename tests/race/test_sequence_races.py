@@ -219,7 +219,7 @@ def test_nothing_races(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", [one for one, (guard, _) in RACES.items() if guard], ids=lambda scenario: scenario.__name__
+    "scenario", [race for race, (guard, _) in RACES.items() if guard], ids=lambda scenario: scenario.__name__
 )
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
     needs(RACES[scenario][0], scenario, RACES[scenario][1])

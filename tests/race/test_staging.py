@@ -203,8 +203,8 @@ def test_a_table_that_others_use_without_an_order_is_a_race(other: str, ordered:
             pass
     else:
         lab.cache.copy_batch_block_offsets(out, twin.id, rows=1, stream=lab.b)
-    found = lab.findings()
-    assert not found if ordered else any("RaceError" in one and "array" in one for one in found), found
+    races = lab.findings()
+    assert not races if ordered else any("RaceError" in race and "array" in race for race in races), races
 
 
 def test_halves_of_a_table_that_are_targets_by_themselves_are_apart() -> None:
@@ -261,31 +261,31 @@ def out() -> StepTables:
     return arrays(1, 6, 5, 5)
 
 
-def all_of(found: StepTables) -> list[np.ndarray]:
-    return [getattr(found, name) for name in NAMES]
+def all_of(tables: StepTables) -> list[np.ndarray]:
+    return [getattr(tables, name) for name in NAMES]
 
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_on(staged: bool) -> None:
     for seed, progress in RUNS:
         lab = Lab(8, 0, seed=seed, progress=progress)
-        a, given = lab.add([1, 2, 3]), out()
+        a, tables = lab.add([1, 2, 3]), out()
         both = [a.id, lab.add([4], stream=lab.b).id]
         with pytest.raises(ValueError, match="stream: .*None"):
             lab.cache.copy_step_tables(arrays(2, 9, 9, 9), both)
         with pytest.raises(ValueError, match="which has 3"):
-            step(lab, given, staged, a.id, first=4)  # and nothing has changed
+            step(lab, tables, staged, a.id, first=4)  # and nothing has changed
         lab.write(a, 0)
-        step(lab, given, staged, a.id)
+        step(lab, tables, staged, a.id)
         lab._streams[a.id] = lab.b
         lab.check(a)  # reads on b what was written on a
-        lab.sim.launch(lab.b, lambda given=given: None, loads=all_of(given) if staged else [])
+        lab.sim.launch(lab.b, lambda tables=tables: None, loads=all_of(tables) if staged else [])
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
-def step(lab: Lab, given: StepTables, staged: bool, *args: Any, **more: Any) -> None:
+def step(lab: Lab, tables: StepTables, staged: bool, *args: Any, **more: Any) -> None:
     if staged:
-        lab.cache.copy_step_tables(given, *args, stream=lab.b, **more)
+        lab.cache.copy_step_tables(tables, *args, stream=lab.b, **more)
     else:
         lab.cache.step_tables(*args, stream=lab.b, **more)
 
@@ -295,9 +295,9 @@ def test_step_tables_on_the_host_read_what_no_stream_writes() -> None:
     for seed, progress in RUNS:
         lab = Lab(8, 4, seed=seed, progress=progress)
         gate = lab.sim.stall(lab.a)
-        a, given = lab.add([1, 2, 3]), out()
-        lab.cache.step_tables(a.id, out=given)
-        check(given, expected(lab.cache, a.id, [0], [3]))
+        a, tables = lab.add([1, 2, 3]), out()
+        lab.cache.step_tables(a.id, out=tables)
+        check(tables, expected(lab.cache, a.id, [0], [3]))
         gate.open()
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
