@@ -72,14 +72,6 @@ MUTATIONS = (
         (f"{_LYING}::test_blocks_that_are_there_are_asked_for_nothing",),
     ),
     Mutation(
-        "a_key_says_what_it_is",
-        "HostStorageManager.find",
-        'key if type(key) is bytes else key_argument("key", key)',
-        "key",
-        "A store is asked for another key, whose block is then found under this one.",
-        ("tests/stores/test_host_storage_manager.py::test_a_key_is_what_its_bytes_are",),
-    ),
-    Mutation(
         "keys_have_a_state_that_can_be_set",
         "BlockKeys.__setstate__",
         "def __setstate__(self, state: object) -> None:\n"

@@ -165,10 +165,9 @@ def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Callable[...,
     engine = make(blocks=16, load_share=0.25, retry_seconds=0.0)
     for first in range(0, 16, 4):
         engine.saved(4, first)
-    for first in range(0, 16, 4):
+    for first in range(0, 12, 4):
         assert engine.ask(4, first) == [HERE] * 4
-        assert engine.ask(4, (first + 4) % 16) == [ABSENT] * 4
-        engine.cache.forget(names(4, first))
+        assert engine.ask(4, first + 4) == [ABSENT] * 4
         engine.now += 10.0
 
 

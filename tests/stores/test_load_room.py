@@ -178,7 +178,7 @@ def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.write(16, 100)
     assert engine.manager.drain(600)
-    assert engine.manager.lookup(names(8, 8), "r1").tolist() == [HostCache.PENDING] * 8
+    assert engine.manager.lookup(names(8, 8)).tolist() == [HostCache.PENDING] * 8, "without a name it would not wait"
     assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
     stats = engine.manager.stats()
     assert (stats.refused, stats.missed, stats.unread) == (0, {}, 8)
