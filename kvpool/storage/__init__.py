@@ -1,4 +1,5 @@
-"""Stores keep blocks beyond the host tier, by key; keepers save blocks of a host tier there and load them again.
+"""Stores keep blocks beyond the host tier, by key; storage managers save blocks of a host tier there and load them
+again.
 
 Every block that a store returns is verified before use."""
 

@@ -131,7 +131,7 @@ class LoadAttempt:
 
     @property
     def until(self) -> float:
-        """When it is given up if nothing comes, on the keeper's clock."""
+        """When it is given up if nothing comes, on the storage manager's clock."""
         return self.at + self.load.until
 
     def note(self, items: int, began: float, now: float) -> None:

@@ -44,7 +44,7 @@ NOW_MAX = 64
 
 @dataclass(frozen=True)
 class HostStorageManagerStats:
-    """Totals in blocks since a keeper was made, and its state now."""
+    """Totals in blocks since a storage manager was made, and its state now."""
 
     asked: int
     """keys that were not in the cache, and for which the stores were asked"""
@@ -152,10 +152,10 @@ class HostStorageManager(Closing):
 
     Notes
     -----
-    Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget``, ``clear`` and ``explain`` of the keeper in
-    the place of the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of the
-    scheduler calls it. Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they
-    raise ForkedProcess; ``find`` and ``lookup`` only for a key that is not HERE.
+    Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget``, ``clear`` and ``explain`` of the storage
+    manager in the place of the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of
+    the scheduler calls it. Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()``
+    they raise ForkedProcess; ``find`` and ``lookup`` only for a key that is not HERE.
 
     Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
     keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING only for as long as
@@ -336,7 +336,7 @@ class HostStorageManager(Closing):
         """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
         self._process.check(self)
         if self._closed:
-            raise PoolClosed("the keeper is closed")
+            raise PoolClosed("the storage manager is closed")
         with DeferSignals():
             self._storage.poll()
             self._ask_stores()
@@ -361,8 +361,8 @@ class HostStorageManager(Closing):
         return self._cache.explain(key, tokens)._replace(trouble=trouble)
 
     def changes(self) -> list[StoreChange]:
-        """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has
-        saved, and of that what they did not have when they were asked for it. The first call begins it."""
+        """What the stores have got and lost since the last call, as far as this storage manager knows, in order: what
+        it has saved, and of that what they did not have when they were asked for it. The first call begins it."""
         self._adapter.tells = True
         changes = list(self._adapter.changes)
         self._adapter.changes.clear()
@@ -370,7 +370,7 @@ class HostStorageManager(Closing):
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
-        """Blocks that were loaded, missed, saved and not saved, since the keeper was made. Fast."""
+        """Blocks that were loaded, missed, saved and not saved, since the storage manager was made. Fast."""
         storage = self._storage
         return self._loaded, self._missed.total(), storage.saved_blocks, storage.dropped.total()
 
@@ -384,9 +384,9 @@ class HostStorageManager(Closing):
 
         The stores drop what was there, for all who share them. Until a store has confirmed, it is told again, and
         nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again then. What is saved later is found by
-        this keeper, and by whoever opens the store after it, if the store has ``Store.epoch``. See
-        ``StoreWorker.reset``. If the keeper is closed before a store has confirmed, a later process may find what was
-        there before.
+        this storage manager, and by whoever opens the store after it, if the store has ``Store.epoch``. See
+        ``StoreWorker.reset``. If the storage manager is closed before a store has confirmed, a later process may find
+        what was there before.
         """
         self._process.check(self)
         with DeferSignals():
@@ -444,7 +444,7 @@ class HostStorageManager(Closing):
 
         Returns False if a call of a store still hangs after ``timeout`` seconds. It may still write into the tier, so
         that memory of the caller's must not be used again. Blocks of such a load stay reserved. Close the cache after
-        the keeper.
+        the storage manager.
         """
         self._process.check(self)
         with DeferSignals():

@@ -1,5 +1,5 @@
 """PoolAdapter: a pool's host tier, as a ``TierStorage`` sees it. Which of its content is saved, and when; which content
-stores are known to have; and what readers of a keeper's events learn of that."""
+stores are known to have; and what readers of a storage manager's events learn of that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvpool.storage.store_requests import LOAD, SAVE
 from kvpool.storage.store_worker import NO_LIMIT, StoreWorker
 from kvpool.storage.tier_storage import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
 
-OWNER = "kvpool keeper"
+OWNER = "kvpool storage manager"
 """of the leases under which blocks are copied"""
 SAVE_BYTES = 4 << 20
 """About what one save has."""
@@ -138,7 +138,8 @@ class Unsaved:
 
 
 class PoolAdapter:
-    """The host tier of a pool. Blocks pass through staging rows of the store's worker. The keeper's thread owns it.
+    """The host tier of a pool. Blocks pass through staging rows of the store's worker. The storage manager's thread
+    owns it.
 
     ``stored``: what stores are known to have. ``quotas``: bytes by namespace. ``victims``: whether what is saved is
     what the host evicts next.

@@ -39,14 +39,14 @@ cancelled."""
 
 @dataclass(eq=False, repr=False)
 class Prefetch:
-    """What became of ``StorageManager.prefetch``. Thread-safe. The keeper changes it, and nobody else.
+    """What became of ``StorageManager.prefetch``. Thread-safe. The storage manager changes it, and nobody else.
 
-    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``engine_free``: until then the request
-    waits for the engine. ``blocks``: blocks that have entered the host tier so far, in all groups of layers.
+    ``prompt``: the BlockKeys. ``deadline``: in seconds on the storage manager's clock. ``engine_free``: until then the
+    request waits for the engine. ``blocks``: blocks that have entered the host tier so far, in all groups of layers.
     ``ended``: why there is no more to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no
     store has more), "declined" (to compute is faster), "late", "full" (no room before the deadline, or no more than
-    what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
-    ``done``: whether nothing more will come. ``cancelled``: whether ``cancel`` was called.
+    what has come), "failed", "cancelled", "forgotten", "reset" or "closed". ``done``: whether nothing more will come.
+    ``cancelled``: whether ``cancel`` was called.
     """
 
     prompt: BlockKeys
@@ -71,7 +71,7 @@ class Prefetch:
         self.cancelled = True
 
     def end(self, why: str) -> None:
-        """Called by the keeper."""
+        """Called by the storage manager."""
         self.ended, self.done = self.ended or why, True
         self._bell.ring()
 
@@ -96,7 +96,7 @@ class _Fetch:
 
 
 class Prefetches:
-    """The prefetches of a keeper. The keeper's thread owns it."""
+    """The prefetches of a storage manager. The storage manager's thread owns it."""
 
     def __init__(
         self,

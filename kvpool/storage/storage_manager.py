@@ -49,22 +49,22 @@ from kvpool.storage.tier_storage import EVICT, SAVES, TierStorage, open_workers
 from kvpool.storage.urls import open_store
 
 BLOCKS_PER_TURN = 64
-"""Blocks that are copied for a store before the keeper looks at its prefetches again."""
+"""Blocks that are copied for a store before the storage manager looks at its prefetches again."""
 REST_SECONDS = 1e-4
 """In a rest others get the lock of the interpreter. Without it, whoever waits wakes up too late to take it, and waits
 for the 5 ms after which the interpreter takes it away."""
 KNOWN_BLOCKS = 4096
-"""Blocks of stores that a keeper knows of, and readers of its events too, beside as many as the pool has."""
+"""Blocks of stores that a storage manager knows of, and readers of its events too, beside as many as the pool has."""
 SAVE_DEADLINES = 4
 """A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
-_ENDED = "the keeper has ended: it or its pool was closed, or an error that the log has"
+_ENDED = "the storage manager has ended: it or its pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StorageManagerStats:
-    """Totals since a keeper was made, and its state now."""
+    """Totals since a storage manager was made, and its state now."""
 
     saved_blocks: int
     saved_bytes: int
@@ -79,7 +79,7 @@ class StorageManagerStats:
     prefetches: dict[str, int]
     """prefetches that have ended, by ``Prefetch.ended``"""
     events_dropped: int
-    """rows of events that the keeper, or the reader of ``StorageManager.events``, came too late for"""
+    """rows of events that the storage manager, or the reader of ``StorageManager.events``, came too late for"""
     waiting_blocks: int
     """blocks that wait to be saved now"""
     promoted_blocks: int
@@ -129,12 +129,12 @@ class StorageManager(Closing):
 
     Notes
     -----
-    A thread of the keeper's does all hashing, copying and waiting. The scheduler's thread records events, and nothing
-    else. Prompts with ``publish=False`` are never saved.
+    A thread of the storage manager's does all hashing, copying and waiting. The scheduler's thread records events, and
+    nothing else. Prompts with ``publish=False`` are never saved.
 
-    Close the keeper before the pool. If the pool is closed first, the keeper ends by itself; close it nevertheless.
-    Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls raise
-    ForkedProcess in a child of ``os.fork()``.
+    Close the storage manager before the pool. If the pool is closed first, the storage manager ends by itself; close it
+    nevertheless. Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls
+    raise ForkedProcess in a child of ``os.fork()``.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class StorageManager(Closing):
         self._quiet = self._ended = self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
-        self._thread = threading.Thread(target=self._run, name="kvpool-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvpool-storage", daemon=True)
         self._thread.start()
 
     # -- for the scheduler ---------------------------------------------------------------------------
@@ -280,8 +280,8 @@ class StorageManager(Closing):
         """Do what ``KVCacheManager.forget`` does, and drop the same content from every store.
 
         From the moment it returns, nobody finds this content in a store and no prefetch brings it, until somebody has
-        computed it again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the keeper's thread,
-        and not for a store.
+        computed it again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the storage manager's
+        thread, and not for a store.
 
         ``prompt``, ``namespace``: as for ``KVCacheManager.forget``. Of a namespace, all stores must be able to drop it,
         which a ``MooncakeStore`` is not: ValueError otherwise. Changes the pool; thread-safe. Raises TypeError,
@@ -339,7 +339,7 @@ class StorageManager(Closing):
         return quiet()
 
     def stats(self) -> StorageManagerStats:
-        """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
+        """Figures of now; also of a closed storage manager. Never waits for I/O. Each is right, but they may be some
         microseconds apart."""
         self._process.check(self)
         tier, storage, prefetches = self._adapter, self._storage, self._prefetches
@@ -393,7 +393,7 @@ class StorageManager(Closing):
         except PoolClosed:
             pass
         except Exception:
-            _log.exception("the keeper has ended")
+            _log.exception("the storage manager has ended")
         finally:
             with self._lock:
                 self._ended = True
@@ -518,9 +518,9 @@ class Forgotten:
 
     ``blocks``: how many contents the pool has forgotten; None after ``clear``.
 
-    A store that is down is told again until it has confirmed, as long as the keeper lives. Meanwhile the keeper finds,
-    loads and saves nothing of it there. Nothing of this outlives the keeper: if it ends before a store has confirmed,
-    the store may have the content, and so the next keeper must forget it again.
+    A store that is down is told again until it has confirmed, as long as the storage manager lives. Meanwhile the
+    storage manager finds, loads and saves nothing of it there. Nothing of this outlives the storage manager: if it ends
+    before a store has confirmed, the store may have the content, and so the next storage manager must forget it again.
     """
 
     def __init__(self, blocks: int | None, drops: Mapping[str, StoreRequest]) -> None:
@@ -542,8 +542,8 @@ class Forgotten:
         return all(map(_is_confirmed, self._drops.values()))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all stores have confirmed, at most ``timeout`` seconds, or until the keeper is closed. Returns
-        whether they have."""
+        """Wait until all stores have confirmed, at most ``timeout`` seconds, or until the storage manager is closed.
+        Returns whether they have."""
         end = None if timeout is None else time.monotonic() + timeout
         for job in self._drops.values():
             job.wait(None if end is None else max(0.0, end - time.monotonic()))
@@ -558,7 +558,7 @@ def _is_confirmed(job: StoreRequest) -> bool:
 
 
 def _host_blocks(pool: object) -> list[int]:
-    """The host blocks of each group of layers. Raises for a pool that cannot have a keeper."""
+    """The host blocks of each group of layers. Raises for a pool that cannot have a storage manager."""
     if not isinstance(pool, KVCacheManager):
         raise TypeError(f"pool: expected a KVCacheManager, got {pool!r:.80}")
     host_blocks = [group.host_blocks for group in pool.groups]

@@ -92,7 +92,7 @@ def test_nothing_is_saved_that_was_copied_under_a_revoked_lease(engine: Engine) 
 
         class Rows(list[int]):
             def __getitem__(self, place: Any) -> Any:
-                pool.revoke("kvpool keeper")
+                pool.revoke("kvpool storage manager")
                 return super().__getitem__(place)
 
         assert not tier_of(engine).copy(contents_of(engine, 3), np.zeros((4, 4096), np.uint8), Rows([2, 0, 1])).any()
@@ -300,7 +300,7 @@ def test_sequences_and_leases_of_others_are_left_alone(engine: Engine, wrong: Wr
         engine.commit(sequence)
         assert manager.drain(600)
         assert not engine.cache.leases and manager.stats().saved_blocks == 4
-        engine.cache.revoke("kvpool keeper")
+        engine.cache.revoke("kvpool storage manager")
         assert fetch(engine, manager, PROMPT) == 10
         engine.check_all()
         engine.release(sequence)

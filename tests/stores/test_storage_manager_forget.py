@@ -202,7 +202,7 @@ class HeldClock:
         self._free.set()
 
     def __call__(self) -> float:
-        if threading.current_thread().name == "kvpool-keeper" and not self._free.is_set():
+        if threading.current_thread().name == "kvpool-storage" and not self._free.is_set():
             self._waits.set()
             assert self._free.wait(600)
         return time.monotonic()

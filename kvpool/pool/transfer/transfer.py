@@ -314,9 +314,11 @@ class Transfer:
         try:
             yield forget
         finally:
-            self.collect()
-            self._holding = False
-            self._decided = max(self._decided, max(self._queue, default=-1))
+            try:
+                self.collect()
+            finally:  # An exception of a signal handler may leave ``collect``.
+                self._holding = False
+                self._decided = max(self._decided, max(self._queue, default=-1))
 
     @property
     def is_together(self) -> bool:

@@ -167,7 +167,7 @@ class ReplayConfig:
 
 
 _STORE_EVENTS = 1 << 18
-"""What a store's keeper may be behind."""
+"""What a store's storage manager may be behind."""
 
 
 @dataclass(slots=True, eq=False)

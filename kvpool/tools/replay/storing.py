@@ -35,7 +35,7 @@ class Storing:
         )
         # Of these rows, half are for saves, which pass through the host tier.
         rows = max(2, min(STAGING_BYTES // layout.block_bytes, cache.host_blocks))
-        self._keeper = StorageManager(
+        self._storage = StorageManager(
             cache,
             [store],
             identity=identity,
@@ -53,7 +53,7 @@ class Storing:
         blocks."""
         begin = perf_counter()
         before = self._cache.match_prefix(keys).full_tokens // self._width
-        handle = self._keeper.prefetch(keys, self._wait)
+        handle = self._storage.prefetch(keys, self._wait)
         if not handle.wait(self._wait):
             handle.cancel()
             handle.wait(self._wait)
@@ -70,16 +70,16 @@ class Storing:
     def settle(self) -> None:
         """Wait until what the pool has is saved, so that evictions that follow lose nothing."""
         begin = perf_counter()
-        self._keeper.drain(self._wait)
+        self._storage.drain(self._wait)
         self._waited += perf_counter() - begin
 
     def close(self) -> None:
         """Give up what is not saved yet, and close the store. A second call does nothing."""
-        self._keeper.close()
+        self._storage.close()
 
     def summary(self) -> Stored:
         """The figures so far, also of a closed store."""
-        stats = self._keeper.stats()
+        stats = self._storage.stats()
         (queue,) = stats.stores.values()
         lost = Counter({code: count for (kind, code), count in queue.blocks.items() if kind == "load" and code != "ok"})
         return Stored(
