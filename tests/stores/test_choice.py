@@ -323,21 +323,17 @@ def test_the_first_hit_is_loaded() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda choice, load: choice.choose(-1),
-        lambda choice, load: choice.choose(4, -1),
-        lambda choice, load: choice.choose(4, 0, math.nan),
-        lambda choice, load: choice.choose(4, 0, 0.0, -1.0),
-        lambda choice, load: choice.late(load, 101, 1.0),
-        lambda choice, load: choice.late(load, 1, -1.0),
-        lambda choice, load: choice.end(load, 1, math.inf),
-        lambda choice, load: choice.end(load, 1, 1.0, "long"),
+        lambda choice: choice.choose(-1),
+        lambda choice: choice.choose(4, -1),
+        lambda choice: choice.choose(4, 0, math.nan),
+        lambda choice: choice.choose(4, 0, 0.0, -1.0),
     ],
 )
 def test_a_call_that_raises_has_changed_nothing(call: Any) -> None:
     chooser, other = trained(0.01, 1e9), trained(0.01, 1e9)
     loads = chooser.choose(100), other.choose(100)
     with pytest.raises((TypeError, ValueError), match=": expected .*, got "):
-        call(chooser, loads[0])
+        call(chooser)
     assert loads[0].until == loads[1].until
     chooser.end(loads[0], 100, 0.5)
     other.end(loads[1], 100, 0.5)
