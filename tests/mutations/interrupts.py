@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_EXACT, _CHILDREN = "tests/copying/test_signals.py::", "tests/copying/test_children.py::"
+_CHILDREN = "tests/copying/test_children.py::"
 
 MUTATIONS = (
-    Mutation(
-        "what_was_decided_is_not_noted",
-        "Changes._settle",
-        "change.finish(change.results[-1])",
-        "pass",
-        "Ctrl-C leaves blocks pinned that no lease names: they are never free again.",
-        (f"{_EXACT}test_an_exception_before_any_instruction_leaves_a_call_undone_or_done[cpu-pin]",),
-    ),
     Mutation(
         "a_handler_in_a_copy_breaks_the_device",
         "Transfer._failed",
@@ -32,14 +24,6 @@ MUTATIONS = (
         (
             "tests/copying/test_changes.py::test_a_pool_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_close",
         ),
-    ),
-    Mutation(
-        "an_interrupted_upload_is_made_later",
-        "BlockTableUpload.enqueue",
-        "buffer.user is not self",
-        "False",
-        "The table of one call is written from a buffer that another call has filled.",
-        (f"{_EXACT}test_an_exception_before_any_instruction_leaves_a_call_undone_or_done[cpu-csr]",),
     ),
     Mutation(
         "a_lock_of_a_thread_that_is_gone_is_waited_for",
@@ -62,13 +46,5 @@ MUTATIONS = (
         "False",
         "A child crashes: memory that it uses is unmapped.",
         (f"{_CHILDREN}test_what_a_child_maps_is_not_where_its_parent_has_shared_memory",),
-    ),
-    Mutation(
-        "a_keeper_answers_a_child",
-        "HostStorageManager.find",
-        "self._process.check(self)",
-        "",
-        "A key is PENDING for ever in a child.",
-        (f"{_CHILDREN}test_a_host_storage_manager_refuses_a_child_and_keeps_its_parent",),
     ),
 )
