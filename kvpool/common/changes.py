@@ -1,7 +1,8 @@
 """The safety contract: what a Python exception that comes at any line leaves of a change.
 
-``Changes`` is the only part of this package that deals with exceptions of signal handlers, such as the
-KeyboardInterrupt of Ctrl-C, and with those of calls that a destructor makes inside another call.
+``Changes`` deals with exceptions of signal handlers, such as the KeyboardInterrupt of Ctrl-C, and with those of calls
+that a destructor makes inside another call. A pool is built on it; rooms outside the core defer signals instead
+(``interrupt``).
 """
 
 from __future__ import annotations
@@ -30,10 +31,6 @@ class _Change:
         self.results: list[Any] = []
 
     @property
-    def is_made(self) -> bool:
-        return len(self.results) == len(self.steps)
-
-    @property
     def is_torn(self) -> bool:
         """Whether a step has begun and has no result."""
         return len(self.steps) - length_hint(self.left) > len(self.results)
@@ -53,8 +50,8 @@ class Changes:
 
     ``run`` makes the decision, which is one call of a jitted function, and then calls ``finish`` with its result, for
     what Python has to note. If an exception comes between the two, the decision stands, and ``finish`` is called when
-    the context is left, or else when it is entered next, by any thread. So ``finish`` may be called twice, and gives
-    the same both times.
+    the context is left, or else when it is entered next, by any thread. So ``finish`` may be called twice, and must
+    have the same effect as once.
 
     Notes
     -----
@@ -65,16 +62,17 @@ class Changes:
       block; a context manager in Python has one, between ``__enter__`` and the block, so none may take a lock.
     - *In the block, before the decision.* Nothing has changed, and the change is dropped.
     - *Inside the decision.* No handler runs there: the steps are called by C, and their results are stored by C.
-    - *Behind the decision.* Its result is stored. What is left to do is done when the context is left. A second
+    - *After the decision.* Its result is stored. What is left to do is done when the context is left. A second
       exception may interrupt that: then it is done before anything else under the next hold of the lock.
-    - *Behind the lock.* All that was decided is noted. What is decided and not queued stays in the buffers of the
-      state, and what is queued and not enqueued in the queue (see ``Transfer``): the next call goes on with them.
+    - *After the lock is released.* All that was decided is noted. What is decided and not queued stays in the buffers
+      of the state, and what is queued and not enqueued in the queue (see ``Transfer``): the next call goes on with
+      them.
     - *In a destructor's call inside the block.* It finishes what it began itself, and leaves alone what the calls
       around it have begun: those are on the stack. What it could not finish is finished when the block around it is
       left, or sooner.
 
-    Only if an exception leaves a jitted function itself, nobody knows what has changed. Then ``torn`` says so. Whoever
-    owns the state refuses all later calls, and looks at ``torn`` behind each decision, since the call of a destructor
+    Only if an exception leaves a jitted function itself, nobody knows what has changed. Then ``torn`` is set. The
+    owner of the state refuses all later calls, and checks ``torn`` after each decision, since the call of a destructor
     inside may have set it. The compiler is no part of the decision: an exception that leaves it changes nothing.
     """
 

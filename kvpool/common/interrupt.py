@@ -235,7 +235,7 @@ def deliver(call: Callable[..., Answer], *args: Any) -> Answer:
 
 
 def _after_fork() -> None:
-    """In a child, the thread that forked is the main thread. Nothing is deferred here, also if a handler has forked
+    """In a child, the thread that forked is the main thread. Nothing is deferred here, even if a handler has forked
     inside a call: the child may never come back to it. Signals that have arrived are the parent's."""
     global _main, _current, _inherited, _waiting
     _inherited = (_current or _inherited) if get_ident() == _main else None

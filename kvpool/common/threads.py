@@ -12,11 +12,8 @@ from _thread import TIMEOUT_MAX, allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 
 class Bell:
@@ -24,7 +21,7 @@ class Bell:
     lock.
 
     Those two take their lock in a Python function, ``Condition.__enter__``. The interpreter runs signal handlers right
-    behind the call that takes it. If one raises there, the ``with`` block has not begun, and the lock stays held: the
+    after the call that takes it. If one raises there, the ``with`` block has not begun, and the lock stays held: the
     thread that is to notify waits for it for ever. ``tests/copying/test_signals.py`` shows it.
     """
 
@@ -96,20 +93,6 @@ class Worker:
         """Whether the thread was started and has not ended."""
         return self._started and self._process == os.getpid() and self._end.locked()
 
-    def run(self, call: Callable[[], Result]) -> Result:
-        """Have the thread make a call, and wait for its result, or for what it raises. If a signal handler ends the
-        wait, the call is made all the same."""
-        results: list[Any] = []
-        errors: list[BaseException] = []
-        done = allocate_lock()
-        done.acquire()
-        self.post(partial(_make, call, results, errors, done))
-        done.acquire()
-        if errors:
-            raise errors.pop()
-        result: Result = results[0]
-        return result
-
     def close(self) -> None:
         """Wait until all calls so far are made, and end the thread. No more calls are posted. A second call does
         nothing."""
@@ -127,11 +110,3 @@ def _work(calls: SimpleQueue[Callable[[], object] | None], end: Any) -> None:
             sys.excepthook(*sys.exc_info())
         del call
     end.release()
-
-
-def _make(call: Callable[[], object], results: list[Any], errors: list[BaseException], done: Any) -> None:
-    try:
-        results.append(call())
-    except BaseException as error:
-        errors.append(error)
-    done.release()

@@ -70,7 +70,7 @@ def _tuple_of(keys: Any) -> tuple[Any, ...]:
 
 
 def key_argument(name: str, key: object) -> bytes:
-    """A key as plain bytes, also if it is of a subclass. Raises TypeError, ValueError."""
+    """A key as plain bytes, even if it is of a subclass. Raises TypeError, ValueError."""
     if not isinstance(key, bytes):
         raise TypeError(f"{name}: expected bytes, got {key!r:.80}")
     exact_key = bytes(key)

@@ -238,7 +238,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
     ) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``. Changes the pool.
 
-        ``counts`` is required with several ids, also if each gets one token. With one id, the default is all of
+        ``counts`` is required with several ids, even if each gets one token. With one id, the default is all of
         ``tokens``. Takes blocks as needed, for all sequences or for none. A last block that forks share is copied
         before it is written; its last holder needs no copy.
 
@@ -337,7 +337,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         its own. Changes the pool.
 
         ``stream``: where the engine continues with the sequences (default: the stream that each used last).
-        Thread-safe. Raises OutOfBlocks with nothing changed, UnknownSequence, DeviceError (also if the device refused a
+        Thread-safe. Raises OutOfBlocks with nothing changed, UnknownSequence, DeviceError (even if the device refused a
         copy to the host: release the sequence), ValueError.
         """
         which = id_array("ids", ids)

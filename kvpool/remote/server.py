@@ -95,7 +95,7 @@ class Server:
 
     ``frame_bytes``, ``messages``: the longest frame of a client, and how many of its messages ZeroMQ may hold.
     ``answers``: how many answers it may hold for a client. Raises zmq.ZMQError for an endpoint that is not available.
-    ``close`` frees everything, also if ``start`` was not called.
+    ``close`` frees everything, even if ``start`` was not called.
     """
 
     def __init__(

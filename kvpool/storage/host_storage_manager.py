@@ -556,9 +556,9 @@ class HostStorageManager(Closing):
                 self._miss(left, "crowded", remember=False)
 
     def _ask(self, keys: Sequence[bytes], hit: str) -> None:
-        """Ask the stores for keys of a hit. Of a store with an index in memory, the first keys are asked at once: who
-        needs a prefix learns that it is not there. While there is no room, and the hit cannot wait for it, nobody is
-        asked."""
+        """Look up keys of a hit in the stores. A store with an index in memory answers for the first keys at once, so
+        that a request learns in this step that its prefix is not there. While there is no room, and the hit cannot wait
+        for it, no store is asked."""
         if not keys:
             return
         is_open = not self._closed and (self._free(1) or self._storage.may_wait(hit))

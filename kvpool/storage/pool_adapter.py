@@ -151,7 +151,7 @@ class PoolAdapter:
         self._pool, self._stored = pool, stored
         self._quotas, self._victims = quotas, victims
         self.saved_bytes = self.loaded_blocks = self.loaded_bytes = 0
-        # Views keep this memory alive, also if the pool is closed meanwhile.
+        # Views keep this memory alive, even if the pool is closed meanwhile.
         self._parts = [
             [rows.reshape(len(rows), -1).view(np.uint8) for rows in parts if len(rows)] for parts in pool.host_pools
         ]

@@ -185,7 +185,7 @@ class StoreWorker(Closing):
 
     ``done(job)`` is called once when the job is done, and ``returned(job)`` once after that, when no call of the store
     uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the next ``poll`` makes the
-    others. Who gives calls to be made polls on one thread, which makes them all.
+    others. A worker with such callbacks is polled by one thread, which makes all of these calls.
 
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: 128 bits
     of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is

@@ -62,7 +62,9 @@ def made() -> Any:
 
 def wait_for_thread(cache: KVCacheManager) -> None:
     """Until all that it was given so far is enqueued."""
-    cache.core.transfer._worker.run(lambda: None)
+    ended = threading.Event()
+    cache.core.transfer.start(ended.set)
+    assert ended.wait(600)
 
 
 def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:

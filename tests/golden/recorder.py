@@ -61,8 +61,8 @@ class Recorder:
             )
 
     def _plain(self, value: Any) -> Any:
-        """Return a value as builtins, whose text is the same in every process. Of a sequence's id, keep its row and the
-        number of its first appearance, since ids differ from pool to pool."""
+        """Return a value as builtins, whose text is the same in every process. The id of a sequence becomes its row
+        and the number of its first appearance, since ids differ from pool to pool."""
         if isinstance(value, (np.ndarray, np.generic)):
             return self._plain(value.tolist())
         if isinstance(value, dict):

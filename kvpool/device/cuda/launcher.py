@@ -175,7 +175,7 @@ class CudaLauncher:
         return usable_stream(self._calls, stream).handle
 
     def launch(self, launch: Launch, stream: int) -> None:
-        """See ``launches.Launcher``. Raises DeviceError, also if the source cannot be compiled."""
+        """See ``launches.Launcher``. Raises DeviceError, even if the source cannot be compiled."""
         self.load(launch.source, launch.kernel)
         with self._calls(launch.kernel):
             # CuPy passes a NumPy array of one element by value. It takes longer for one with fields.

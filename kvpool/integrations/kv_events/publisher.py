@@ -217,7 +217,7 @@ class KVEventPublisher(Closing):
         # A full queue would drop a message in silence. It raises an error first.
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
         self._pub.maxmsgsize = SUBSCRIPTION_BYTES_MAX + len(self._topic)
-        # What waits for a subscriber that has left is dropped, also if the publisher connects.
+        # What waits for a subscriber that has left is dropped, even if the publisher connects.
         self._pub.immediate = True
         self._subscribers = Connections(self._pub, peers, SAID_BYTES_MAX + len(self._topic))
         if bind:

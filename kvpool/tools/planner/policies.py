@@ -193,7 +193,7 @@ class SessionOracle:
     """A cache of some blocks that knows when each session comes back, but not with what.
 
     What the last requests of a session have not used is left behind. It goes first, in the order in which it was left.
-    Then go blocks of the session that comes back last, the end of its prompt first, also if it has just come.
+    Then go blocks of the session that comes back last, the end of its prompt first, even if it has just come.
     """
 
     def __init__(self, uses: Sequence[Use], capacity: int) -> None:

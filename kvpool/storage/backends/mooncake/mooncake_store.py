@@ -312,7 +312,7 @@ class MooncakeStore:
             self._encode(self._transform, keys, rows, area)
         names, made = self._names(keys), self._opened()
         codes = self._judge(made.put(names, *self._places(rows, area)), lambda done: OK)
-        # It says 0 also if another client has begun with this object and will never end.
+        # It says 0 even if another client has begun with this object and will never end.
         said = np.flatnonzero(codes == OK)
         for place, code in zip(said, made.exist([names[place] for place in said]), strict=True):
             codes[place] = OK if code > 0 else self._code(code) if code else REFUSED
