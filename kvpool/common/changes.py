@@ -91,6 +91,17 @@ class Changes:
         if self._open:
             self._settle()
 
+    def call(self, step: Step) -> Any:
+        """``run`` for one step without ``finish``: once the step has its result, nothing is left to do."""
+        left, results = iter((step,)), list[Any]()
+        try:
+            results.extend(map(_CALL, left))
+        except BaseException as error:
+            if not results and not length_hint(left) and not left_compiler(error):
+                self._note_torn(error)
+            raise
+        return results[0]
+
     def run(self, *steps: Step, finish: Callable[[Any], object] | None = None) -> Any:
         """Make a change and return the result of its last step. The caller holds the lock of the state.
 

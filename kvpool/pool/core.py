@@ -129,7 +129,8 @@ class Core:
         copy that the device refuses raises nothing here: see ``pool.transfer``.
         """
         run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
-        return self._decide(stream, verb, run, args, ids, first, partial(self.changes.run, finish=finish))
+        make = self.changes.call if finish is None else partial(self.changes.run, finish=finish)
+        return self._decide(stream, verb, run, args, ids, first, make)
 
     def use(self, stream: Any, call: Callable[..., Any], *args: Any, ids: Int64s = NO_IDS) -> Any:
         """``decide`` for a function in Python that reads the state, and notes at most which stream uses ``ids``. What

@@ -80,10 +80,11 @@ def test_what_finishes_a_change_may_enter_the_context_again() -> None:
     assert box.seen == [7, 7] and not box.changes._open
 
 
-def test_only_an_exception_out_of_a_step_tears_a_state() -> None:
+@pytest.mark.parametrize("verb", ["run", "call"])
+def test_only_an_exception_out_of_a_step_tears_a_state(verb: str) -> None:
     box = Box()
-    with pytest.raises(OverflowError):
-        box.change(fail(OverflowError("half-way")))
+    with pytest.raises(OverflowError), box.lock, box.changes:
+        getattr(box.changes, verb)(fail(OverflowError("half-way")))
     assert "OverflowError: half-way" in str(box.changes.torn) and not box.seen
 
 

@@ -17,7 +17,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_verb_that_ended_half_way_is_not_noted",
-        "Changes.run",
+        "Changes.call",
         "self._note_torn(error)",
         "pass",
         "The pool goes on with lists that are half changed, and hands out wrong bytes.",
