@@ -8,12 +8,14 @@ Colours follow the reader's system, light or dark. A test compares the files wit
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 IMAGES = Path(__file__).parent / "images"
 DASHBOARD = Path(__file__).parent.parent / "kvpool" / "integrations" / "dashboards" / "grafana.json"
+FIGURES = Path(__file__).parent / "figures.md"
 WIDTH, LINE = 640, 18
 STYLE = """
   svg { font: 14px system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; }
@@ -122,24 +124,23 @@ class Timeline(Drawing):
 
 
 def tiers() -> Drawing:
-    d = Drawing("An engine, the pool, and its two tiers of blocks", 300)
-    d.box(20, 20, 150, 110, "your engine\nschedules, computes,\nwrites K and V")
-    d.box(300, 20, 320, 50, "kvpool\ndecides under one lock", "state")
-    d.arrow((170, 36), (300, 36)).text(180, 29, "prompts, tokens", "small")
-    d.arrow((300, 58), (170, 58)).text(180, 75, "block tables", "small")
-    d.box(20, 170, 270, 115, "", "device")
-    d.text(34, 192, "device tier", "bold").text(34, 214, "used by sequences", "small")
-    d.text(34, 234, "cached: reusable, oldest of the", "small").text(34, 252, "lowest priority is taken first", "small")
-    d.text(34, 272, "empty: taken first of all", "small")
-    d.box(370, 170, 250, 115, "", "host")
-    d.text(384, 192, "host tier", "bold").text(384, 214, "cached: only here", "small")
-    d.text(384, 234, "redundant: also on the device,", "small").text(384, 252, "taken first", "small")
-    d.text(384, 272, "empty: taken first of all", "small")
-    d.arrow((95, 130), (95, 170)).text(103, 155, "reads and writes", "small")
-    d.arrow((290, 200), (370, 200)).text(330, 193, "offload", "small", "middle")
-    d.arrow((370, 250), (290, 250)).text(330, 268, "onboard", "small", "middle")
-    d.arrow((460, 70), (460, 170)).text(468, 110, "enqueues copies,", "small").text(468, 128, "on streams", "small")
-    return d
+    d = Drawing("Engines, the pool with its two tiers, stores, and other machines", 396)
+    d.box(20, 16, 240, 64, "your engine\nschedules, computes, writes K and V")
+    d.box(380, 16, 240, 64, "vLLM, SGLang, MLX, ...\nkeep their own device blocks")
+    d.box(20, 128, 600, 44, "kvpool: decides under one lock, enqueues copies on streams", "state")
+    d.arrow((90, 80), (90, 128)).text(98, 101, "prompts,", "small").text(98, 118, "tokens", "small")
+    d.arrow((170, 128), (170, 80)).text(178, 101, "block", "small").text(178, 118, "tables", "small")
+    d.arrow((500, 80), (500, 128), both=True).text(508, 109, "plug-ins", "small")
+    d.box(20, 204, 240, 66, "device tier\nblocks of running requests,\nand cached blocks", "device")
+    d.box(380, 204, 240, 66, "host tier\ncached blocks that have\nleft the device", "host")
+    d.arrow((140, 172), (140, 204)).arrow((500, 172), (500, 204))
+    d.arrow((260, 226), (380, 226)).text(320, 219, "offload", "small", "middle")
+    d.arrow((380, 252), (260, 252)).text(320, 269, "onboard", "small", "middle")
+    d.box(20, 318, 240, 62, "other machines\nread blocks, follow events")
+    d.box(380, 318, 240, 62, "stores\ndisk, bucket, peers, Mooncake")
+    d.arrow((440, 270), (440, 318)).text(432, 299, "save", "small", "end")
+    d.arrow((560, 318), (560, 270)).text(568, 299, "load", "small")
+    return d.arrow((380, 262), (200, 318)).text(230, 291, "pins", "small", "end")
 
 
 def request() -> Drawing:
@@ -222,6 +223,25 @@ def rings() -> Drawing:
     d.box(26, 98, 112, 54, "hostcache\nyour own blocks").box(26, 162, 112, 54, "remote\nother machines")
     d.box(502, 98, 112, 54, "integrations\nengines, metrics").box(502, 162, 112, 54, "tools\nreplay, plan")
     return d.box(214, 240, 212, 38, "storage: disk, bucket, peer", "host")
+
+
+def control_plane() -> Drawing:
+    """Microseconds a request in the control planes: read from the page of figures, which a command writes."""
+    rows = re.findall(r"^\| `(\S+)` \| (\S+) \| (\S*) ", FIGURES.read_text(encoding="utf-8"), re.MULTILINE)
+    times: dict[str, list[int]] = {}
+    for name, total, without in rows:
+        engine = {"kvpool": "kvpool", "vllm": "vLLM", "sglang": "SGLang"}.get(name.partition(":")[0])
+        if engine is not None:
+            times.setdefault(engine, []).append(int((without or total).replace(",", "")))
+    d = Drawing("Microseconds a request in the control plane", 52 + 42 * len(times))
+    d.text(20, 30, "Control plane, microseconds a request (less is better)", "bold")
+    scale = 400 / max(map(max, times.values()))
+    for i, (engine, measured) in enumerate(sorted(times.items(), key=lambda item: max(item[1]))):
+        y, low, high = 48 + 42 * i, min(measured), max(measured)
+        kind = "device" if engine == "kvpool" else "host"
+        d.text(20, y + 19, engine, "bold").box(90, y, scale * high, 28, "", kind)
+        d.text(98 + scale * high, y + 19, f"{low:,}" + f" to {high:,}" * (high > low))
+    return d
 
 
 def dashboard() -> Drawing:
@@ -354,7 +374,7 @@ RACES = race_victim, race_pin, race_copy, race_gather, race_prefix, race_counter
 
 def all_drawings() -> Iterable[tuple[str, str]]:
     """Name and text of every file."""
-    for made in (tiers, request, staging, house, rings, dashboard, *RACES):
+    for made in (tiers, request, staging, house, rings, control_plane, dashboard, *RACES):
         yield f"{made.__name__}.svg", made().svg()
 
 
