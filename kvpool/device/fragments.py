@@ -93,7 +93,8 @@ def _cut(copy_ops: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
 
 @jit
 def _about(copy_ops: Any, v: Any) -> tuple[int, int]:
-    """How many fragments ordered copy ops of one direction are, but for ends of chunks, and their tokens."""
+    """How many fragments copy ops of one direction are at most, but for ends of chunks, and their tokens. They are as
+    many as that where the copy ops rise or fall."""
     plan = plan_of(v)
     count = tokens = 0
     before = False
@@ -101,11 +102,8 @@ def _about(copy_ops: Any, v: Any) -> tuple[int, int]:
         source, s = locate(copy_ops[i, SOURCE], plan)
         target, t = locate(copy_ops[i, TARGET], plan)
         whole = copy_ops[i, TOKENS] == plan.block_tokens
-        in_row = (
-            copy_ops[i, SOURCE] - copy_ops[i - before, SOURCE]
-            == copy_ops[i, TARGET] - copy_ops[i - before, TARGET]
-            == before
-        )
+        step = copy_ops[i, SOURCE] - copy_ops[i - before, SOURCE]
+        in_row = step == copy_ops[i, TARGET] - copy_ops[i - before, TARGET] and abs(step) == 1
         if not (before and whole and in_row and s.block_stride == t.block_stride == plan.run_bytes):
             count += plan.runs if whole else plan.outer * plan.inner
         before = whole
@@ -272,23 +270,21 @@ class Cutter:
         self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
         self._in_words &= not any(n % _UNIT for n in lengths)
 
-    def order(self, copy_ops: Int64s) -> Int64s:
-        """The same copy ops, sorted so that neighbours follow each other."""
-        sources = copy_ops[:, SOURCE]
-        return copy_ops if (sources[1:] >= sources[:-1]).all() else copy_ops[np.argsort(sources)]
-
     def about(self, copy_ops: Int64s) -> tuple[int, int]:
-        """About how many fragments ``cut`` returns for ordered copy ops of one direction, and their bytes."""
+        """About how many fragments ``cut`` returns for copy ops of one direction, and their bytes. Sorts nothing: the
+        fragments are fewer where neighbours are in no order."""
         count, tokens = _about(copy_ops, self._vector)
         return count, tokens * self.token_bytes
 
     def cut(self, copy_ops: Int64s) -> Int64s:
-        """Fragments int64[n, 3] (source address, target address, bytes) of ordered copy ops. The copy ops have been
-        checked."""
-        return cut(copy_ops, self._vector, self.host)
+        """Fragments int64[n, 3] (source address, target address, bytes) of copy ops, which are sorted first, so that
+        neighbours follow each other. The copy ops have been checked."""
+        sources = copy_ops[:, SOURCE]
+        in_order = (sources[1:] >= sources[:-1]).all()
+        return cut(copy_ops if in_order else copy_ops[np.argsort(sources)], self._vector, self.host)
 
     def tabulate(self, copy_ops: Int64s) -> FragmentTable:
-        """The rows of ordered copy ops, for kernels."""
+        """The rows of copy ops, for kernels."""
         if not self._in_words:
             return tabulate(self.cut(copy_ops))
         rows = np.empty((len(copy_ops) * max(1, self.plan.outer), 4), np.int64)

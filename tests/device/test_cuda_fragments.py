@@ -13,7 +13,7 @@ from kvpool.device import CpuDevice
 from kvpool.device.copy_plan import make_plan
 from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction, split
 from kvpool.device.memory.pools import MemoryPools
-from kvpool.device.regions import BYTES, FROM, TO, TOKENS
+from kvpool.device.regions import BYTES, FROM, SOURCE, TO, TOKENS
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 
@@ -32,8 +32,7 @@ def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
 
 def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:
     cutter = cutter_of(pools, chunk)
-    ordered = cutter.order(moves)
-    return cutter.cut(ordered)
+    return cutter.cut(moves)
 
 
 @pytest.mark.parametrize("chunk", [64, 4096, 1 << 30])
@@ -59,11 +58,14 @@ def test_the_fragments_of_whole_blocks_are_known_without_cutting_them(layout: Bl
     pools = make_pools(CpuDevice(), layout)
     cutter = cutter_of(pools, 1 << 30)
     for seed in range(50):
-        moves = cutter.order(random_moves(layout, np.random.default_rng(seed)))
+        random_order = random_moves(layout, np.random.default_rng(seed))
+        moves = random_order[np.argsort(random_order[:, SOURCE])][:: 1 - 2 * (seed % 2)]
         for direction, some in by_direction(moves[moves[:, TOKENS] == layout.tokens_per_block], DEVICE_BLOCKS):
             fragments = cutter.cut(some)
             if direction != INSIDE_HOST:
                 assert cutter.about(some) == (len(fragments), fragments[:, BYTES].sum())
+                shuffled = cutter.about(np.random.default_rng(seed).permutation(some))
+                assert shuffled[0] >= len(fragments) and shuffled[1] == fragments[:, BYTES].sum()
 
 
 def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> None:
@@ -118,3 +120,11 @@ def test_given_fragments_cross_no_chunk_of_any_host_memory_and_follow_each_other
         [1120, 20_096, 16],
     ]
     assert split(np.array([[0, 1024, 128]]), hosts).tolist() == [[0, 1024, 64], [64, 1088, 32], [96, 1120, 32]]
+
+
+def test_nothing_is_sorted_for_a_kernel() -> None:
+    pools = make_pools(CpuDevice(), BlockLayout(2, 1, 16, 4, order="block_first"))
+    places = np.random.default_rng(0).permutation(DEVICE_BLOCKS)
+    table = cutter_of(pools, 1 << 30).tabulate(as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in places)))
+    first = pools.flat("device").ctypes.data
+    assert ((table.rows[:, 0] - first) // pools.layout.block_bytes).tolist() == places.tolist()

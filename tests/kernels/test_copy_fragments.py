@@ -34,7 +34,7 @@ def launch_all(table: FragmentTable, launcher: ShimLauncher, chosen: int | None 
 def table_of(pools: MemoryPools, moves: np.ndarray) -> FragmentTable:
     plan = make_plan(pools.layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
     cutter = Cutter(plan, np.array([[plan.host.base, plan.host.base + pools.flat("host").nbytes, 1 << 30]]))
-    return cutter.tabulate(cutter.order(moves))
+    return cutter.tabulate(moves)
 
 
 def check(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher, chosen: int | None = None) -> None:

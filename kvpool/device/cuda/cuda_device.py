@@ -310,7 +310,6 @@ class CudaDevice(Device):
 
     def _copy(self, cutter: Cutter, direction: str, copy_ops: Int64s, stream: int) -> None:
         """Make copy ops of one direction, by the fastest path for this number and size of fragments."""
-        copy_ops = cutter.order(copy_ops)
         count, nbytes = cutter.about(copy_ops)
         path = PLAIN
         if direction != INSIDE_HOST:
