@@ -16,6 +16,7 @@ from xml.sax.saxutils import escape
 IMAGES = Path(__file__).parent / "images"
 DASHBOARD = Path(__file__).parent.parent / "kvpool" / "integrations" / "dashboards" / "grafana.json"
 FIGURES = Path(__file__).parent / "figures.md"
+STUDY = Path(__file__).parent / "policies-study.md"
 WIDTH, LINE = 640, 18
 STYLE = """
   svg { font: 14px system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; }
@@ -244,6 +245,20 @@ def control_plane() -> Drawing:
     return d
 
 
+def policies() -> Drawing:
+    """Hits of LRU, ``adaptive`` and the oracle: read from the first table of the page of the study."""
+    rows = re.findall(r"^\| ([\d,]+) \| 60 s \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) ", STUDY.read_text(), re.MULTILINE)
+    d = Drawing("Blocks that hit: LRU, adaptive and an oracle", 56 + 74 * len(rows))
+    d.text(20, 30, "Blocks that hit, in per cent (more is better)", "bold")
+    for i, (blocks, *hits) in enumerate(rows):
+        y = 48 + 74 * i
+        d.text(20, y + 28, blocks, "bold").text(20, y + 46, "blocks", "small")
+        for name, kind, value in zip(("LRU", "adaptive", "oracle"), ("host", "device", "box"), hits, strict=True):
+            d.box(90, y, 4.4 * float(value), 18, "", kind).text(98 + 4.4 * float(value), y + 14, f"{value} {name}")
+            y += 21
+    return d
+
+
 def dashboard() -> Drawing:
     """The panels of the Grafana dashboard, at their places: made of its JSON."""
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
@@ -374,7 +389,7 @@ RACES = race_victim, race_pin, race_copy, race_gather, race_prefix, race_counter
 
 def all_drawings() -> Iterable[tuple[str, str]]:
     """Name and text of every file."""
-    for made in (tiers, request, staging, house, rings, control_plane, dashboard, *RACES):
+    for made in (tiers, request, staging, house, rings, control_plane, policies, dashboard, *RACES):
         yield f"{made.__name__}.svg", made().svg()
 
 
