@@ -101,7 +101,13 @@ class HostCacheAdapter:
         return [True] * len(blocks)
 
     def abort(self, worker: StoreWorker, blocks: Iterable[bytes], rows: Rows) -> None:
-        self.cache.abort(blocks)
+        left = list(blocks)
+        try:
+            self.cache.abort(left)
+        except BlockNotFound:
+            # A call in which a signal handler has raised has ended some of them.
+            for block in left if len(left) > 1 else ():
+                self.abort(worker, (block,), rows)
 
     def unsaved(self, number: int, blocks: Sequence[bytes]) -> Sequence[bytes]:
         return blocks

@@ -15,7 +15,6 @@ from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.errors import ForkedProcess, PoolClosed, StoreBusy
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.hostcache.host_cache import HostCache, HostLease
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
@@ -25,6 +24,7 @@ from kvpool.pool.explain import Missed
 from kvpool.storage.choice import LoadPolicy
 from kvpool.storage.circuit_breaker import BreakerStats, number_argument
 from kvpool.storage.host_cache_adapter import HostCacheAdapter, StoreChange
+from kvpool.storage.recovery import Recovery
 from kvpool.storage.store import CODES, OK, Store
 from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.store_worker import NO_LIMIT, PATIENCE_SECONDS, StoreStats, StoreWorker
@@ -161,6 +161,9 @@ class HostStorageManager(Closing):
     keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING only for as long as
     ``load_seconds`` says, if ``poll`` is called. These threads also pin what they save, and while they read it.
 
+    A signal handler that raises in a call does no harm: the next call gives up the look-ups and loads that are under
+    way, so that their keys may be looked up again. What was about to be saved may be lost.
+
     A block is found only after its seal was checked. A load that was given up while its call hangs keeps its blocks
     until the call returns, so that it cannot write into blocks of others.
     """
@@ -210,7 +213,7 @@ class HostStorageManager(Closing):
         self._cache, self._clock, self._spare = cache, clock, spare
         self._seconds, self._retry_seconds = load_seconds, retry_seconds
         self._on_publish = save == COMMIT
-        self._process, self._closed = Process(), False
+        self._process, self._closed, self._recovery = Process(), False, Recovery(self._recover)
         self._workers = open_workers(
             store_list, lambda store: StoreWorker(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
@@ -238,19 +241,20 @@ class HostStorageManager(Closing):
         comes for it counts against the room for loads until ``pin`` with this ``owner``, or ``finish``. Raises
         TypeError, ValueError, PoolClosed."""
         checked_key = key if type(key) is bytes else key_argument("key", key)
-        if self._step_begins:
+        if self._step_begins or self._recovery.needed:
             self._settle()
         state = self._cache.find(checked_key)
         if state == self._cache.HERE:
             self._storage.want_unread((checked_key,), hit)
             return state
         self._process.check(self)
-        return self._answers((checked_key,), (state,), hit)[0]
+        with self._recovery:
+            return self._answers((checked_key,), (state,), hit)[0]
 
     def lookup(self, keys: Keys, hit: str = "") -> Uint8s:
         """``find`` for each key: uint8[n]."""
         checked_keys = keys_argument(keys)
-        if self._step_begins:
+        if self._step_begins or self._recovery.needed:
             self._settle()
         answers = self._cache.lookup(checked_keys)
         here = answers == self._cache.HERE
@@ -259,7 +263,8 @@ class HostStorageManager(Closing):
         if not here.all():
             self._process.check(self)
             others = list(compress(checked_keys, (~here).tolist()))
-            answers[~here] = self._answers(others, answers[~here].tolist(), hit)
+            with self._recovery:
+                answers[~here] = self._answers(others, answers[~here].tolist(), hit)
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
@@ -267,9 +272,8 @@ class HostStorageManager(Closing):
         ``find`` knows as ``hit``. What else has come for it, and was not pinned, stops counting against the room for
         loads. Without an owner, the keys stop counting for all requests."""
         self._process.check(self)
-        with DeferSignals() as signals:
+        with self._recovery:
             lease = self._cache.pin(keys, owner=owner)
-            signals.undo = lease.close
             self._storage.read(lease.keys, owner)
             self._save(self._adapter.first_used(lease), lease.keys)
             return lease
@@ -291,7 +295,7 @@ class HostStorageManager(Closing):
             For a bad argument.
         """
         self._process.check(self)
-        with DeferSignals():
+        with self._recovery:
             self._storage.leave(text_argument("request", request))
 
     def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
@@ -299,7 +303,7 @@ class HostStorageManager(Closing):
         ``unsaved``, which no store gets."""
         self._process.check(self)
         ordered_keys = self._cache.in_order(keys)
-        with DeferSignals():
+        with self._recovery:
             count = self._cache.publish_ordered(ordered_keys)
             private = frozenset(unsaved)
             saved = [key for key in ordered_keys if key not in private] if private else ordered_keys
@@ -324,8 +328,8 @@ class HostStorageManager(Closing):
         but are not asked for them for a while."""
         self._process.check(self)
         checked_keys = keys_argument(keys)
-        count = self._cache.forget(checked_keys)
-        with DeferSignals():
+        with self._recovery:
+            count = self._cache.forget(checked_keys)
             self._miss(checked_keys, "cancelled")
             for key in checked_keys:
                 self._storage.drop(key)
@@ -337,7 +341,7 @@ class HostStorageManager(Closing):
         self._process.check(self)
         if self._closed:
             raise PoolClosed("the storage manager is closed")
-        with DeferSignals():
+        with self._recovery:
             self._storage.poll()
             self._ask_stores()
             self._save(self._adapter.victims(), ())
@@ -389,7 +393,7 @@ class HostStorageManager(Closing):
         what was there before.
         """
         self._process.check(self)
-        with DeferSignals():
+        with self._recovery:
             self._cancel()
             self._absent.clear()
             self._storage.forget_requests()
@@ -447,7 +451,7 @@ class HostStorageManager(Closing):
         the storage manager.
         """
         self._process.check(self)
-        with DeferSignals():
+        with self._recovery:
             self._closed = True
             self._cancel()
             self._storage.give_up("cancelled")
@@ -464,11 +468,17 @@ class HostStorageManager(Closing):
         """Note what the stores have done since the last step, before the first answer of this one. Later in the step
         nothing may be evicted that was found."""
         self._step_begins = False
-        if not self._storage.has_results:
+        if not (self._storage.has_results or self._recovery.needed):
             return
-        with suppress(ForkedProcess), DeferSignals():
+        with suppress(ForkedProcess):
             self._process.check(self)
-            self._storage.poll()
+            with self._recovery:
+                self._storage.poll()
+
+    def _recover(self) -> None:
+        """Give up what is under way: a signal handler has raised in a call."""
+        self._cancel()
+        self._storage.recover()
 
     def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
         self._storage.enqueue(keys, partial(self._adapter.to_save, prompt))
@@ -651,6 +661,8 @@ class HostStorageManager(Closing):
     def _came(self, loading: Loading[bytes]) -> None:
         """A load is done. What has come can be found."""
         job = loading.job
+        if loading.over:
+            return  # a signal handler has raised
         for key in self._storage.enter(loading, job.codes == OK):
             # ``clear`` drops a block that comes after it.
             if self._searching.pop(key, None) is None:
@@ -663,7 +675,7 @@ class HostStorageManager(Closing):
 
     def _returned(self, loading: Loading[bytes]) -> None:
         """No call can write to the blocks of a load any more. Those that have not come are given back."""
-        self._adapter.abort(self._workers[loading.number], self._storage.end(loading), loading.rows)
+        self._storage.give_back(loading, loading.job)
 
 
 def _share(name: str, share: object, blocks: int) -> int:

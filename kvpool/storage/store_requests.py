@@ -6,10 +6,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from kvpool.common.arguments import first_outside, id_array
 from kvpool.common.arrays import Bools
 from kvpool.common.arrays.strided import read_only
+from kvpool.common.changes import Step
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import CANCELLED, CODES, KEY_BYTES, MODEL_BYTES, OK, Bytes, Rows
 
@@ -77,14 +78,20 @@ class StoreRequest:
     on_done: list[Call] = field(default_factory=list)
     on_returned: list[Call] = field(default_factory=list)
     """Calls that are still to be made."""
-    telling: int = 0
-    """How many threads make such a call now."""
+    telling: bool = False
+    """Whether such a call is made now."""
+    counted: bool = False
+    """Whether the figures have it."""
+    owner: object = None
+    """What the caller knows it by."""
     held: bool = False
     """Whether the caller reads the rows."""
     hurried: bool = False
     """Whether it had less time than the patience with its store."""
     suspends: bool = False
     """Whether it was the failure that suspended its store."""
+    begun: int = 0
+    """How many blocks calls of the store have begun with, the first ones."""
     _running: int = 0
     _counted: dict[str, int] | None = None
     _hashed: tuple[list[bytes], frozenset[bytes]] | None = None
@@ -93,8 +100,11 @@ class StoreRequest:
         count = 1 if self.kind == CLEAR else len(self.keys)
         self._codes = np.full(count, WAITING, np.uint8)
         self.codes, self._settled = read_only(self._codes), not count
-        self.queued = count
+
+    @property
+    def queued(self) -> int:
         """How many blocks no call of the store has begun with, and one will."""
+        return 0 if self._settled else len(self._codes) - self.begun
 
     @property
     def done(self) -> bool:
@@ -162,7 +172,7 @@ class StoreRequest:
 
     def call_begins(self, part: slice, now: float) -> Rows:
         """A call of the store begins with these blocks. Returns the places of those that are not decided yet."""
-        self.queued -= part.stop - part.start
+        self.begun += part.stop - part.start
         self._running += 1
         if math.isnan(self.began):
             self.began = now
@@ -181,9 +191,10 @@ class StoreRequest:
         self._codes[which & (self._codes == WAITING)] = code
         return WAITING not in self._codes
 
-    def settle(self, code: int) -> None:
-        """Give this code to all blocks that have none. No further call begins."""
-        self._settled, self.queued = self.decide(code), 0
+    def settling(self, code: int) -> tuple[Step, Step]:
+        """The steps that give this code to all blocks that have none. No further call begins."""
+        waiting = self._codes == WAITING
+        return partial(self._codes.__setitem__, waiting, code), partial(setattr, self, "_settled", True)
 
 
 def keys_argument(keys: object) -> Keys:
@@ -223,12 +234,12 @@ class Tombstones:
     first, and then after twice as long each time, up to 30 s.
 
     However many drops wait, a job costs one look-up a block. A drop that waits for a call to end is looked at again
-    when that call has ended.
+    when that call has ended. To add or to remove a drop twice is the same as once.
     """
 
     def __init__(self) -> None:
         self._pauses: dict[StoreRequest, float] = {}  # of every drop: until it is tried again
-        self._forgotten: Counter[bytes] = Counter()  # how many forgets name a key
+        self._forgotten: dict[bytes, dict[StoreRequest, None]] = {}  # which forgets name a key
         # By the beginning of a tag, and whether it begins an epoch.
         self._cleared: dict[tuple[bytes, bool], StoreRequest] = {}
         self._due: list[tuple[float, int, StoreRequest]] = []
@@ -243,7 +254,8 @@ class Tombstones:
         if job.kind == CLEAR:
             self._cleared[job.tag, job.renews] = job
         else:
-            self._forgotten.update(job.key_set)
+            for key in job.key_set:
+                self._forgotten.setdefault(key, {})[job] = None
         self._put(job, -math.inf)
 
     def clearing(self, job: StoreRequest) -> StoreRequest | None:
@@ -252,15 +264,17 @@ class Tombstones:
 
     def remove(self, job: StoreRequest) -> None:
         """The store has confirmed it, or the queue is closed."""
-        if self._pauses.pop(job, None) is None:
+        if job not in self._pauses:
             return
         if job.kind == CLEAR:
-            del self._cleared[job.tag, job.renews]
-            return
-        self._forgotten.subtract(job.key_set)
-        for key in job.key_set:
-            if not self._forgotten[key]:
-                del self._forgotten[key]
+            self._cleared.pop((job.tag, job.renews), None)
+        else:
+            for key in job.key_set:
+                forgets = self._forgotten.get(key, {})
+                forgets.pop(job, None)
+                if not forgets:
+                    self._forgotten.pop(key, None)
+        del self._pauses[job]
 
     def screen(self, job: StoreRequest) -> bool:
         """Cancel those blocks of a job that are to be dropped. Returns whether all blocks of the job are decided now.

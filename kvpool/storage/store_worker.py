@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +25,8 @@ from kvpool.common.arguments import bool_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.changes import Changes, Step, from_handler
 from kvpool.common.errors import PoolClosed, StoreBusy
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.common.threads import Bell
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
@@ -87,38 +88,38 @@ def staging_rows(count: int, nbytes: int) -> Bytes:
     return raw[start : start + count * size].reshape(count, size)
 
 
-class _Piece(NamedTuple):
-    """The blocks of a job that one call of the store has. The first fields are the order in the queue."""
+class _Entry(NamedTuple):
+    """A job in a ``_Line``. The first two fields are its order."""
 
     order: float
     number: int
     job: StoreRequest
-    part: slice = slice(0, 0)
 
 
-class _Pieces:
-    """Pieces of jobs in their order, the first in front. The owner holds the queue's lock.
+class _Line:
+    """Jobs in their order, the first in front. The owner holds the queue's lock.
 
-    Pieces of jobs that are done meanwhile have no use. They are thrown away when as many have come as were left the
-    last time, so that they do not pile up while all threads hang.
+    Those that are done meanwhile have no use. They are thrown away when as many have come as were left the last time,
+    so that they do not pile up while all threads hang. A job may be in it twice.
     """
 
     def __init__(self) -> None:
-        self._heap: list[_Piece] = []
+        self._heap: list[_Entry] = []
         self._most, self._numbers = 1024, itertools.count()
 
-    def put(self, order: float, job: StoreRequest, part: slice = slice(0, 0)) -> None:
+    def putting(self, order: float, job: StoreRequest) -> Step:
+        """The step that puts a job into the line."""
         if len(self._heap) >= self._most:
-            self._heap = [piece for piece in self._heap if not piece.job.done]
+            self._heap = [entry for entry in self._heap if not entry.job.done]
             heapq.heapify(self._heap)
             self._most = max(1024, 2 * len(self._heap))
-        heapq.heappush(self._heap, _Piece(order, next(self._numbers), job, part))
+        return partial(heapq.heappush, self._heap, _Entry(order, next(self._numbers), job))
 
-    def pop(self) -> _Piece:
-        return heapq.heappop(self._heap)
+    def pop(self) -> None:
+        heapq.heappop(self._heap)
 
-    def first(self) -> _Piece | None:
-        """The first piece of a job that is not done."""
+    def first(self) -> _Entry | None:
+        """The first job that is not done."""
         while self._heap and self._heap[0].job.done:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -185,7 +186,11 @@ class StoreWorker(Closing):
 
     ``done(job)`` is called once when the job is done, and ``returned(job)`` once after that, when no call of the store
     uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the next ``poll`` makes the
-    others. A worker with such callbacks is polled by one thread, which makes all of these calls.
+    others. If the exception is one of a signal handler, such as the KeyboardInterrupt of Ctrl-C, the next ``poll``
+    makes the same call again. A worker with such callbacks is polled by one thread, which makes all of these calls.
+
+    A signal handler that raises in a call leaves the call undone, or done. Rows that ``take`` has given to nobody then
+    are the only loss.
 
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: 128 bits
     of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is
@@ -275,12 +280,16 @@ class StoreWorker(Closing):
         self._own_tag = self.secret.tag(b"")
         # Callers wait for the bell. The threads that wait for a call to make, and the one that waits for a deadline,
         # are woken apart.
-        self._lock, self._bell = threading.Lock(), Bell()
+        # Whoever takes the lock enters ``changes``, but for those that wait and read only.
+        self._lock, self._changes, self._bell = threading.RLock(), Changes(), Bell()
+        # A store is not closed while somebody has this.
+        self._in_use = threading.RLock()
         self._work_comes, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
         # Jobs that have not returned, or are held, or of which ``poll`` has not told; and drops not confirmed.
         self._open: dict[StoreRequest, None] = {}
-        self._queue, self._deadlines = _Pieces(), _Pieces()
-        self._waiting = dict.fromkeys(_BOUND.values(), 0)
+        self._queue, self._deadlines = _Line(), _Line()
+        # By kind how many blocks wait, in arrays of one number: to add to one is a single step.
+        self._waiting = {bound: np.zeros(1, np.int64) for bound in _BOUND.values()}
         self._running: dict[int, tuple[StoreRequest, Rows]] = {}
         self._wakes_at = -math.inf  # when the thread that waits for a deadline looks again, if nobody wakes it
         self._finished: deque[StoreRequest] = deque()
@@ -322,26 +331,25 @@ class StoreWorker(Closing):
         another store, one that has failed or is suspended, or one that is to drop something. Hashes names."""
         self._process.check(self)
         checked_keys = keys_argument(keys)
-        with DeferSignals():
-            with self._lock:
+        with self._in_use:
+            with self._lock, self._changes:
                 if not self.indexed or self._closing or len(self._drops) or self.health.suspended():
                     return None
-                # One more who uses the store, which is not closed meanwhile.
-                self._workers += 1
-            began, codes = time.perf_counter(), None
+            began = time.perf_counter()
             try:
-                with suppress(Exception):
-                    codes = self._calls.find(checked_keys)
-            finally:
-                self._end()
-            counts = [] if codes is None else np.bincount(codes, minlength=len(CODES)).tolist()
-            if sum(counts[:2]) != len(checked_keys):
+                codes = self._calls.find(checked_keys)
+            except Exception as error:
+                if from_handler(error):
+                    raise
                 return None
-            with self._lock:
-                self._seconds[FIND] += time.perf_counter() - began
-                for code, count in zip(CODES, counts, strict=True):
-                    self._blocks[FIND, code] += count
-            return codes
+        counts = np.bincount(codes, minlength=len(CODES)).tolist()
+        if sum(counts[:2]) != len(checked_keys):
+            return None
+        with self._lock:
+            self._seconds[FIND] += time.perf_counter() - began
+            for code, count in zip(CODES, counts, strict=True):
+                self._blocks[FIND, code] += count
+        return codes
 
     def load(
         self,
@@ -353,10 +361,12 @@ class StoreWorker(Closing):
         tag: bytes | None = None,
         deadline: float = math.inf,
         hold: bool = False,
+        owner: object = None,
     ) -> StoreRequest:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
-        returned. ``tag``: that with which they were saved. ``hold``: rows of ``take`` are read until ``release``."""
-        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold)
+        returned. ``tag``: that with which they were saved. ``hold``: rows of ``take`` are read until ``release``.
+        ``owner``: of the job, for ``requests``."""
+        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner)
 
     def save(
         self,
@@ -415,12 +425,12 @@ class StoreWorker(Closing):
     @property
     def is_backlogged(self) -> bool:
         """Whether a save that begins now waits for others."""
-        with self._lock:
-            return self._waiting[SAVE] > 0 or not self._may_begin(SAVE)
+        with self._lock, self._changes:
+            return bool(self._waiting[SAVE]) or not self._may_begin(SAVE)
 
     def check_forget(self, blocks: int) -> None:
         """Raise StoreBusy if so many blocks more may not wait to be dropped now."""
-        with self._lock:
+        with self._lock, self._changes:
             self._check_room(FORGET, blocks)
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
@@ -429,7 +439,7 @@ class StoreWorker(Closing):
         self._process.check(self)
 
         def asked() -> bool:
-            with self._lock:
+            with self._lock, self._changes:
                 return condition()
 
         return self._bell.wait_for(asked, timeout)
@@ -439,7 +449,7 @@ class StoreWorker(Closing):
         self._process.check(self)
         if job.kind in DROPS:
             raise ValueError(f"{job!r}: it cannot be cancelled")
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             if not job.done:
                 self._settle(job, CANCELLED)
 
@@ -453,39 +463,50 @@ class StoreWorker(Closing):
         ``fileno``."""
         self._process.check(self)
         told = self.has_results
-        with DeferSignals():
-            if told:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._signal)
-            while self._finished:
-                with suppress(IndexError):  # another thread polls, too
-                    self._tell(self._finished.popleft())
+        if told:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._signal)
+        try:
+            # Those of a callback that polls are made by the call around it.
+            while self._finished and not (job := self._finished[0]).telling:
+                self._tell(job)
+                self._finished.popleft()
+        except BaseException:
+            if self._finished:
+                os.eventfd_write(self._signal, 1)
+            raise
         return told
 
     def _tell(self, job: StoreRequest) -> None:
-        with self._lock:
-            job.telling += 1
-            returned = job.returned
+        """Make the calls of a job. Each is dropped after it was made, so that none is lost."""
+        job.telling = True
         try:
-            while job.on_done:
-                job.on_done.pop(0)(job)
-            while returned and job.on_returned:
-                job.on_returned.pop(0)(job)
-        except BaseException:
-            self._finished.append(job)
-            os.eventfd_write(self._signal, 1)
-            raise
+            for calls in (job.on_done, job.on_returned if job.returned else []):
+                while calls:
+                    try:
+                        calls[0](job)
+                    except BaseException as error:
+                        if not from_handler(error):
+                            del calls[0]
+                        raise
+                    del calls[0]
         finally:
-            with self._lock:
-                job.telling -= 1
-                self._let_go(job)
+            job.telling = False
+        with self._lock, self._changes:
+            self._let_go(job)
+
+    @property
+    def requests(self) -> list[StoreRequest]:
+        """Jobs that have not returned, or whose rows are held, or of which ``poll`` has not told yet; and drops that
+        are not confirmed."""
+        with self._lock, self._changes:
+            return list(self._open)
 
     @property
     def in_flight(self) -> int:
         """Finds, loads and saves that have not returned, or whose rows are held, or of which ``poll`` has not told
         yet."""
-        with self._lock:
-            return sum(job.kind not in DROPS for job in self._open)
+        return sum(job.kind not in DROPS for job in self.requests)
 
     def fileno(self) -> int:
         """A file descriptor that can be read when ``poll`` has a call to make: for ``select`` and asyncio."""
@@ -494,7 +515,7 @@ class StoreWorker(Closing):
     def wait(self, timeout: float) -> bool:
         """Wait until ``poll`` has a call to make, at most ``timeout`` seconds. Returns whether it has."""
         self._process.check(self)
-        return bool(select.select([self._signal], [], [], timeout)[0])
+        return self.has_results or bool(select.select([self._signal], [], [], timeout)[0])
 
     def drain(self, timeout: float) -> bool:
         """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
@@ -506,14 +527,14 @@ class StoreWorker(Closing):
         """Figures of now. Never waits for the store's I/O."""
         self._process.check(self)
         store_figures = self._calls.figures()
-        with self._lock:
+        with self._lock, self._changes:
             return StoreStats(
                 self.name,
                 dict(self._blocks),
                 dict(self._nbytes),
                 dict(self._seconds),
                 self._refused,
-                sum(self._waiting.values()),
+                sum(int(blocks[0]) for blocks in self._waiting.values()),
                 len(self._running),
                 len(self._drops),
                 store_figures,
@@ -544,24 +565,22 @@ class StoreWorker(Closing):
 
     def give_back(self, rows: Rows) -> None:
         """Rows that were taken, and that no job has got."""
-        with self._lock:
+        with self._lock, self._changes:
             self._free += rows.tolist()
-            self._bell.ring()
+        self._bell.ring()
 
     def release(self, job: StoreRequest) -> None:
         """The rows of a job that was begun with ``hold`` are not read any more."""
-        with self._lock:
-            job.held = False
-            self._let_go(job)
+        with self._lock, self._changes:
+            self._changes.run(partial(setattr, job, "held", False), finish=lambda _: self._let_go(job))
 
     def _let_go(self, job: StoreRequest) -> None:
         """Take the rows of a job back if nobody uses them any more. The lock is held."""
         told = not (job.telling or job.on_done or job.on_returned)
         if job.returned and told and not job.held and job in self._open:
-            del self._open[job]
-            if self._staging:
-                self._free += job.rows.tolist()
-                self._bell.ring()
+            rows = job.rows.tolist() if self._staging else []
+            self._changes.run(partial(self._open.__delitem__, job), partial(self._free.extend, rows))
+            self._bell.ring()
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -573,7 +592,7 @@ class StoreWorker(Closing):
         must not be used again; the store is closed when that call returns. May be called again.
         """
         self._process.check(self)
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             self._closing = True
             for job in list(self._open):
                 if not job.done:
@@ -601,6 +620,7 @@ class StoreWorker(Closing):
         lend: Lend | None = None,
         renews: bool = False,
         hold: bool = False,
+        owner: object = None,
     ) -> StoreRequest:
         self._process.check(self)
         checked_keys = keys_argument(keys)
@@ -609,13 +629,12 @@ class StoreWorker(Closing):
         places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == LOAD)
         end = _deadline_argument(deadline)
         job = StoreRequest(self, kind, checked_keys, places, lend, end, tag or b"", limit, renews)
-        job.held, job.hurried = hold, end - self._clock() < self._patience
+        job.owner, job.held, job.hurried = owner, hold, end - self._clock() < self._patience
         job.on_done = [self._log] if self._warns and kind not in DROPS else []
         job.on_done += [] if done is None else [done]
         job.on_returned += [] if returned is None else [returned]
         self._hash(job)
-        bound = _BOUND[kind]
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             if self._closing:
                 raise PoolClosed(f"the queue of the store {self.name!r} is closed")
             same = self._drops.clearing(job) if kind == CLEAR else None
@@ -623,33 +642,37 @@ class StoreWorker(Closing):
                 same.on_done += job.on_done
                 return same
             self._check_room(kind, job.queued)
-            self._waiting[bound] += job.queued
-            self._open[job] = None
-            if job.done:
-                self._announce(job)
-                return job
-            if kind in DROPS:
-                self._drops.add(job)
-                for other in self._kept_from_drops():
-                    if kind == CLEAR or not other.key_set.isdisjoint(job.key_bytes):
-                        self._screen(other)
-            else:
-                for start in range(0, len(checked_keys), self.piece_blocks):
-                    part = slice(start, min(start + self.piece_blocks, len(checked_keys)))
-                    self._queue.put(_PRIORITY[kind], job, part)
-                if job.deadline != math.inf:
-                    self._deadlines.put(job.deadline, job)
-                    if end < self._wakes_at or end <= self._clock():
-                        self._alarm.notify()
-                if len(self._drops):
-                    self._screen(job)
-            self._wake_one()
+            lined_up = () if job.done or kind in DROPS else (self._queue.putting(_PRIORITY[kind], job),)
+            self._changes.run(
+                partial(self._open.__setitem__, job, None),
+                partial(self._waiting[_BOUND[kind]].__iadd__, job.queued),
+                *lined_up,
+                finish=lambda _: self._begun(job),
+            )
         return job
+
+    def _begun(self, job: StoreRequest) -> None:
+        """Do what the beginning of a job needs besides. The lock is held."""
+        if job.done:
+            self._announce(job)
+        elif job.kind in DROPS:
+            self._drops.add(job)
+            for other in self._kept_from_drops():
+                if job.kind == CLEAR or not other.key_set.isdisjoint(job.key_bytes):
+                    self._screen(other)
+        else:
+            if job.deadline != math.inf:
+                self._deadlines.putting(job.deadline, job)()
+                if job.deadline < self._wakes_at or job.deadline <= self._clock():
+                    self._alarm.notify()
+            if len(self._drops):
+                self._screen(job)
+        self._wake_one()
 
     def _hash(self, job: StoreRequest) -> None:
         """Hash the keys that are compared below, before the lock is taken for that."""
         if job.kind == FORGET:
-            with DeferSignals(), self._lock:
+            with self._lock, self._changes:
                 others = self._kept_from_drops()
             for other in (job, *others):
                 other.hashed()
@@ -658,7 +681,7 @@ class StoreWorker(Closing):
 
     def _check_room(self, kind: str, blocks: int) -> None:
         """The lock is held."""
-        waiting = self._waiting[_BOUND[kind]]
+        waiting = int(self._waiting[_BOUND[kind]][0])
         if waiting + blocks > self._queued_max:
             self._refused += 1
             raise StoreBusy(self.name, kind, waiting, self._queued_max)
@@ -684,7 +707,7 @@ class StoreWorker(Closing):
             job, places = call
             began = time.perf_counter()
             codes, error = self._calls.do(job, places)
-            with self._lock:
+            with self._lock, self._changes:
                 del self._running[thread]
                 self._drops.returned(thread)
                 self._seconds[job.kind] += time.perf_counter() - began
@@ -694,7 +717,7 @@ class StoreWorker(Closing):
 
     def _next(self, thread: int) -> tuple[StoreRequest, Rows] | None:
         """Wait for a call to make: a job, and the places of its blocks. Returns None when there will be none."""
-        with self._lock:
+        with self._lock, self._changes:
             while True:
                 call = self._next_drop() or self._next_piece()
                 if call is not None:
@@ -708,8 +731,8 @@ class StoreWorker(Closing):
     def _wake_one(self) -> None:
         """Wake one thread if there may be a call to make, or a drop to wait for. It wakes the next one in turn. The
         lock is held."""
-        piece = self._queue.first()
-        if len(self._drops) or (piece is not None and self._may_begin(piece.job.kind)):
+        entry = self._queue.first()
+        if len(self._drops) or (entry is not None and self._may_begin(entry.job.kind)):
             self._work_comes.notify()
 
     def _may_begin(self, kind: str) -> bool:
@@ -725,11 +748,14 @@ class StoreWorker(Closing):
 
     def _next_piece(self) -> tuple[StoreRequest, Rows] | None:
         """The next blocks that may be found, loaded or saved now. The lock is held."""
-        while (piece := self._queue.first()) is not None and self._may_begin(piece.job.kind):
-            _, _, job, part = self._queue.pop()
+        while (entry := self._queue.first()) is not None and self._may_begin(entry.job.kind):
+            job = entry.job
             if self._clock() >= job.deadline:
                 self._settle(job, LATE)
                 continue
+            part = slice(job.begun, min(job.begun + self.piece_blocks, len(job.keys)))
+            if part.stop == len(job.keys):
+                self._queue.pop()
             self._waiting[_BOUND[job.kind]] -= part.stop - part.start
             places = job.call_begins(part, self._clock())
             if len(places):
@@ -739,7 +765,7 @@ class StoreWorker(Closing):
 
     def _returned(self, job: StoreRequest, places: Rows, codes: Bytes, error: str) -> None:
         """A call has returned. The lock is held."""
-        was_done = job.done
+        was_done, queued = job.done, job.queued
         job.call_ends(places, codes, error)
         if job.kind in DROPS and not was_done:
             if error:
@@ -748,31 +774,42 @@ class StoreWorker(Closing):
                 self._settle(job, OK)
             return
         if job.done and not was_done:
+            # Blocks that were cancelled before a call began with them.
+            self._waiting[_BOUND[job.kind]] -= queued
             self._count(job)
         if job.done and (job.returned or not was_done):
             self._announce(job)
 
     def _watch(self) -> None:
         """The thread that ends jobs at their deadlines."""
-        with self._lock:
+        with self._lock, self._changes:
             while not self._closing:
-                while (piece := self._deadlines.first()) is not None and piece.order <= self._clock():
-                    self._settle(piece.job, LATE)
-                left = 3600.0 if piece is None else min(3600.0, max(0.0, piece.order - self._clock()))
+                while (entry := self._deadlines.first()) is not None and entry.order <= self._clock():
+                    self._settle(entry.job, LATE)
+                left = 3600.0 if entry is None else min(3600.0, max(0.0, entry.order - self._clock()))
                 self._wakes_at = self._clock() + left
                 self._alarm.wait(left)
 
     def _settle(self, job: StoreRequest, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
-        self._waiting[_BOUND[job.kind]] -= job.queued
+        self._changes.run(
+            partial(self._waiting[_BOUND[job.kind]].__isub__, job.queued),
+            *job.settling(code),
+            finish=lambda _: self._settled(job),
+        )
+
+    def _settled(self, job: StoreRequest) -> None:
+        """Note that a job is done. The lock is held."""
         self._drops.remove(job)
-        job.settle(code)
         self._count(job)
         self._announce(job)
         self._bell.ring()
 
     def _count(self, job: StoreRequest) -> None:
-        """Count a job that is done, and judge the store by it. The lock is held."""
+        """Count a job that is done, once, and judge the store by it. The lock is held."""
+        if job.counted:
+            return
+        job.counted = True
         job.seconds = 0.0 if math.isnan(job.began) else self._clock() - job.began
         for code, count in job.counts.items():
             self._blocks[job.kind, code] += count
@@ -799,13 +836,14 @@ class StoreWorker(Closing):
             os.eventfd_write(self._signal, 1)
 
     def _end(self) -> None:
-        """A thread ends, or a ``find_now``. The last one closes the store."""
+        """A thread ends. The last one closes the store."""
         with self._lock:
             self._workers -= 1
             if self._workers:
                 return
         try:
-            self._store.close()
+            with self._in_use:
+                self._store.close()
         finally:
             with self._lock:
                 self._store_closed = True

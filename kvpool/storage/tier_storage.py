@@ -34,6 +34,7 @@ NOTED = 4096
 """Blocks whose last trouble with a store is remembered, the latest. About 400 KB at the most."""
 NO_STORE = -1
 """in place of the number of a store"""
+NO_ROWS: Rows = np.empty(0, np.int64)
 WAITED_MAX = 65_536
 """Requests that are remembered to have waited for room in vain."""
 
@@ -141,6 +142,8 @@ class TierStorage(Generic[Block]):
         """saves that were given up, by store and reason"""
         self._trouble: OrderedDict[tuple[int, int], str] = OrderedDict()
         self._loadings: set[Loading[Block]] = set()
+        # Blocks that get rows, and their store.
+        self._reserving: tuple[int, Sequence[Block]] = 0, ()
         self.coming: dict[Block, Loading[Block]] = {}
         self.unread: OrderedDict[Block, Unread] = OrderedDict()
         # The requests that wait for a block, and the blocks that a request waits for.
@@ -423,27 +426,33 @@ class TierStorage(Generic[Block]):
         told that it is done calls ``enter``, and ``end`` when its blocks are not on their way any more: the rows are
         kept until then. Raises StoreBusy."""
         worker = self.workers[number]
+        self._reserving = number, blocks
         reserved, rows = self._tier.reserve(worker, blocks)
+        loading = Loading(number, reserved, rows, attempt)
+        self._loadings.add(loading)
+        self.coming.update(dict.fromkeys(reserved, loading))
+        self._reserving = 0, ()
         if not len(reserved):
+            self._loadings.discard(loading)
             return None
         names, (tag, _) = self._tier.names(reserved, sealed=True), self._tier.space(worker, reserved[0])
-        loading = Loading(number, reserved, rows, attempt)
 
         def ended(job: StoreRequest) -> None:
+            loading.job = job
             self._tier.answered(number, reserved, job.codes)
             self._note(number, reserved, job)
             done(loading)
 
-        def over(_: StoreRequest) -> None:
+        def over(job: StoreRequest) -> None:
+            loading.job = job
             returned(loading)
 
         try:
-            loading.job = worker.load(names, rows, ended, over, tag=tag, deadline=deadline, hold=True)
+            loading.job = worker.load(names, rows, ended, over, tag=tag, deadline=deadline, hold=True, owner=loading)
         except StoreBusy:
             self._tier.abort(worker, reserved, rows)
+            self._remove(loading)
             raise
-        self._loadings.add(loading)
-        self.coming.update(dict.fromkeys(reserved, loading))
         for block in reserved:
             # It was evicted before its request read it, and counts once.
             self.unread.pop(block, None)
@@ -465,16 +474,49 @@ class TierStorage(Generic[Block]):
             loading.attempt.note(len(arrived), loading.job.began, now_s)
         return arrived
 
-    def end(self, loading: Loading[Block]) -> list[Block]:
-        """A load has ended, or is given up. Returns its blocks that did not come."""
+    def end(self, loading: Loading[Block]) -> None:
+        """A load has ended, or is given up."""
         loading.job.cancel()
         self.workers[loading.number].release(loading.job)
+        self._remove(loading)
+
+    def give_back(self, loading: Loading[Block], job: StoreRequest | None) -> None:
+        """No call of a store can write to the rows of a load any more: have the tier take back those without blocks.
+        ``job``: of the load, if it has begun."""
+        left, worker = (
+            [block for block in loading.blocks if self.coming.get(block) is loading],
+            self.workers[loading.number],
+        )
+        self._tier.abort(worker, left, loading.rows)
+        self._remove(loading)
+        if job is not None:
+            worker.release(job)
+
+    def _remove(self, loading: Loading[Block]) -> None:
+        for block in loading.blocks:
+            if self.coming.get(block) is loading:
+                del self.coming[block]
+                self.drop(block)
         self._loadings.discard(loading)
-        left = [block for block in loading.blocks if self.coming.get(block) is loading]
-        for block in left:
-            del self.coming[block]
-            self.drop(block)
-        return left
+
+    def recover(self) -> None:
+        """After a call in which a signal handler has raised: nobody waits for a block any more, and loads are given
+        up."""
+        self.forget_requests()
+        number, blocks = self._reserving
+        self._tier.abort(self.workers[number], [block for block in blocks if block not in self.coming], NO_ROWS)
+        self._reserving = 0, ()
+        self._saves = {job for job in self._saves if not job.returned}
+        begun = {job.owner: job for worker in self.workers for job in worker.requests}
+        for loading in list(self._loadings):
+            loading.over = True
+            if loading.attempt is not None:
+                loading.attempt.end(self._clock(), told=False)
+            job = begun.get(loading)
+            if job is not None:
+                job.cancel()
+            if job is None or job.returned:
+                self.give_back(loading, job)
 
     # -- all stores ----------------------------------------------------------------------------------
 

@@ -102,6 +102,18 @@ def test_a_queued_save_leaves_out_what_is_dropped(store: Wrong, queue: StoreWork
     assert queue.stats().queued_blocks == 0
 
 
+def test_blocks_that_are_dropped_before_a_call_begins_with_them_wait_no_more(store: Wrong) -> None:
+    store.threads = 2  # one of which saves
+    with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as queue:
+        gate, keys = store.hold("save"), queue.secret.derive_keys(names(8))
+        saving = queue.save(keys, np.arange(8))
+        assert gate.reached.wait(600)
+        dropped = queue.forget(keys[4:])
+        gate.open()
+        assert codes(saving) == [OK] * 4 + [CANCELLED] * 4 and codes(dropped) == [OK] * 4
+        assert queue.stats().queued_blocks == 0
+
+
 @pytest.mark.parametrize("kind", ["find", "load"])
 def test_what_a_store_answers_after_a_drop_counts_no_more(
     store: Wrong, queue: StoreWorker, drop: Drop, kind: str

@@ -1,5 +1,5 @@
-"""Handlers that raise before any instruction of a call: a queue and a HostStorageManager lose nothing, hold nothing
-that nobody has, and go on."""
+"""Handlers that raise before any instruction of a call: a worker and a storage manager hold nothing that nobody has,
+and go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.storage import OK, MemoryStore, StoreWorker
 from kvpool.storage.host_storage_manager import HostStorageManager
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
-from tests.stores.lab import done, memory, saved
+from tests.stores.lab import done, memory, returned, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS = keys("a", "b", "c")
@@ -43,12 +43,13 @@ class Scene:
             time.sleep(0.0002)
 
     def check(self, where: str) -> None:
-        assert self.manager.drain(600), f"something is under way for ever {where}"
+        assert self.manager.drain(60), f"something is under way for ever {where}"
         stats = self.cache.stats()
         assert (stats.pending, stats.leases) == (0, 0), f"held by nobody {where}"
         self.cache.verify()
-        self.manager.lookup(KEYS)
-        assert self.manager.drain(600)
+        for _ in range(3):  # the first answer may be that they have not come
+            self.manager.lookup(KEYS)
+            assert self.manager.drain(60)
         assert self.manager.lookup(KEYS).tolist() == [self.cache.HERE] * 3, where
 
     def close(self) -> None:
@@ -83,15 +84,68 @@ def keep(scene: Scene) -> None:
     scene.until_done()
 
 
-# Every third place: a storage manager is made for each.
-@pytest.mark.parametrize("before", [search, load, come, save, keep], ids=lambda before: before.__name__)
-def test_a_handler_that_raises_in_poll_leaves_no_key_pending_and_no_lease(before: Callable[[Scene], None]) -> None:
-    k, reached = int(np.random.default_rng().integers(3)), True
+def poll(scene: Scene) -> None:
+    scene.manager.poll()
+
+
+def look(scene: Scene) -> None:
+    scene.manager.lookup(KEYS, "me")
+
+
+def forget(scene: Scene) -> None:
+    scene.manager.forget(KEYS)
+
+
+def publish(scene: Scene) -> None:
+    scene.manager.publish(keys("new", "newer"))
+
+
+def written(scene: Scene) -> None:
+    scene.cache.reserve(keys("new", "newer"))
+
+
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [
+        (search, poll),
+        (load, poll),
+        (come, poll),
+        (save, poll),
+        (keep, poll),
+        (come, look),
+        (load, forget),
+        (written, publish),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_a_handler_that_raises_leaves_no_key_pending_and_no_lease(
+    before: Callable[[Scene], None], call: Callable[[Scene], None]
+) -> None:
+    stride = 5  # a storage manager is made for each place
+    k, reached = int(np.random.default_rng().integers(stride)), True
     print("first place", k)
     while reached:
-        k += 3
+        k += stride
         scene = Scene()
         before(scene)
+        at = At(k)
+        at.run(lambda scene=scene: call(scene))
+        reached = at.reached
+        if call is publish and scene.cache.stats().pending:
+            publish(scene)
+        scene.check(at.where)
+        scene.close()
+    assert k > 20
+
+
+def test_a_second_exception_while_a_call_gives_up_what_the_first_has_left_changes_nothing() -> None:
+    k, reached = int(np.random.default_rng().integers(9)), True
+    print("first place", k)
+    while reached:
+        k += 9
+        scene = Scene()
+        load(scene)
+        At(40 + k).run(scene.manager.poll)
         at = At(k)
         at.run(scene.manager.poll)
         reached = at.reached
@@ -100,41 +154,84 @@ def test_a_handler_that_raises_in_poll_leaves_no_key_pending_and_no_lease(before
     assert k > 20
 
 
-def test_a_handler_that_raises_in_pin_leaves_no_lease() -> None:
+def test_a_handler_that_raises_in_pin_leaves_no_lease_that_the_cache_does_not_list() -> None:
     scene, k, reached = Scene(), 0, True
     come(scene)
     assert scene.manager.drain(600)
     while reached:
         k += 1
         at = At(k)
-        raised = at.run(lambda: scene.manager.pin(KEYS, owner="me"))
+        at.run(lambda: scene.manager.pin(KEYS, owner="me"))
         reached = at.reached
-        assert len(scene.cache.leases) == (at.ended or raised is None), at.where
+        assert len(scene.cache.leases) <= 1, at.where
         scene.cache.revoke("me")
     scene.check("")
     scene.close()
 
 
-def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() -> None:
-    calls: dict[str, Callable[[StoreWorker, Any], Any]] = {
-        "find": lambda queue, keys: queue.find(keys),
-        "load": lambda queue, keys: queue.load(keys, np.arange(10, 12)).wait(600),
-        "stats": lambda queue, keys: queue.stats(),
-        "drain": lambda queue, keys: queue.drain(600),
-    }
-    for call in calls.values():
-        with StoreWorker(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
-            keys, k, reached = saved(queue, 2), 0, True
-            while reached:
-                k += 1
-                at = At(k)
-                at.run(lambda queue=queue, keys=keys, call=call: call(queue, keys))
-                reached = at.reached
-                assert queue.drain(600), at.where
-            assert (done(queue.load(keys, np.arange(2))).codes == OK).all()
+def test_a_store_can_be_closed_after_a_handler_has_raised_in_close() -> None:
+    k, reached = int(np.random.default_rng().integers(5)), True
+    while reached:
+        k += 5
+        scene = Scene()
+        load(scene)
+        at = At(k)
+        at.run(lambda scene=scene: scene.manager.close(600))
+        reached = at.reached
+        scene.close()
 
 
-def test_jobs_that_a_handler_has_kept_from_the_caller_are_reported_again() -> None:
+CALLS: dict[str, Callable[[StoreWorker, Any], Any]] = {
+    "find": lambda queue, keys: queue.find(keys),
+    "find_now": lambda queue, keys: queue.find_now(keys),
+    "load": lambda queue, keys: queue.load(keys, np.arange(10, 12)).wait(600),
+    "save": lambda queue, keys: queue.save(keys, np.arange(2)),
+    "forget": lambda queue, keys: queue.forget(queue.secret.derive_keys([b"not there"])),
+    "cancel": lambda queue, keys: queue.find(keys, deadline=queue.now() + 600).cancel(),
+    "release": lambda queue, keys: [queue.release(job) for job in queue.requests],
+    "stats": lambda queue, keys: queue.stats(),
+    "drain": lambda queue, keys: queue.drain(600),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_handler_that_raises_in_a_call_of_a_worker_leaves_nothing_that_waits(name: str) -> None:
+    call, rows = CALLS[name], np.arange(2, 4)
+    with StoreWorker(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
+        keys, k, reached = saved(queue, 2), 0, True
+        while reached:
+            k += 1
+            if name == "release":
+                done(queue.load(keys, rows, hold=True))
+            at = At(k)
+            at.run(lambda: call(queue, keys))
+            reached = at.reached
+            assert queue.drain(600), at.where
+            for job in queue.requests:
+                assert job.held or job.wait(600), at.where
+                queue.release(job)
+            assert queue.stats().queued_blocks == queue.in_flight == 0, at.where
+        assert k > 5
+        assert (done(queue.load(keys, rows)).codes == OK).all()
+
+
+def test_rows_of_a_job_are_free_once_after_a_handler_has_raised() -> None:
+    with StoreWorker(MemoryStore(1 << 20), memory(8), IDENTITY, staging=True) as queue:
+        keys, k, reached = queue.secret.derive_keys([b"a", b"b"]), 0, True
+        while reached:
+            k += 1
+            job = returned(queue.save(keys, queue.take("save", 2), lambda job: None))
+            at = At(k)
+            at.run(queue.poll)
+            reached = at.reached
+            queue.poll()
+            rows = queue.take("load", 9)
+            assert sorted(rows.tolist()) == list(range(8)), at.where
+            queue.give_back(rows)
+            assert job.done
+
+
+def test_jobs_whose_callback_a_handler_has_interrupted_are_reported_again() -> None:
     with StoreWorker(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
         keys, k, reached = saved(queue, 1), 0, True
         while reached:
@@ -144,5 +241,5 @@ def test_jobs_that_a_handler_has_kept_from_the_caller_are_reported_again() -> No
             at.run(queue.poll)
             reached = at.reached
             queue.poll()
-            assert reported == [job] and not queue.in_flight, at.where
+            assert reported in ([job], [job, job]) and not queue.in_flight, at.where
             assert not queue.wait(0), at.where
