@@ -23,7 +23,7 @@ from kvpool.__main__ import command_line  # noqa: E402
 
 project, author, version, release = "kvpool", "the maintainers of kvpool", kvpool.__version__, kvpool.__version__
 project_copyright = ""
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 suppress_warnings: list[str] = []
 html_theme, html_title = "furo", f"kvpool {version}"

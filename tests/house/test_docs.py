@@ -51,7 +51,7 @@ SHELL = [
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages as HTML, made as the README says."""
-    for package in ("sphinx", "myst_parser", "furo", "msgspec", "prometheus_client", "zmq"):
+    for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "msgspec", "prometheus_client", "zmq"):
         pytest.importorskip(package)
     html = tmp_path_factory.mktemp("docs") / "html"
     command = [

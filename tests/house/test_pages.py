@@ -56,7 +56,7 @@ addEventListener('load', measure);
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages as HTML. Skips where what makes them is not installed."""
-    for package in ("sphinx", "myst_parser", "furo", "msgspec", "prometheus_client", "zmq"):
+    for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "msgspec", "prometheus_client", "zmq"):
         pytest.importorskip(package)
     out = tmp_path_factory.mktemp("pages") / "html"
     command = [sys.executable, "-m", "sphinx", "-q", "-d", str(out / "doctrees"), "docs", str(out)]
