@@ -49,12 +49,13 @@ def _points(code: CodeType) -> frozenset[int]:
 
 class At:
     """Sends SIGALRM before the k-th of these instructions, in whatever file but a test's, and once more ``second`` of
-    them later, if the first has raised. ``reached``: whether there are as many. ``ended``: whether the call had
-    returned when the handler ran."""
+    them later, if the first has raised. ``within``: count only those in this folder. ``reached``: whether there are as
+    many. ``ended``: whether the call had returned when the handler ran."""
 
     again: At | None = None
 
-    def __init__(self, k: int, second: int = 0) -> None:
+    def __init__(self, k: int, second: int = 0, within: str = "") -> None:
+        self._within = within
         self.left, self._second, self.where, self.ended, self.answer = k, second, "", False, None
         # ``-trip`` calls a C function, and no instruction of this tracer looks for signals behind it.
         self._trip = type("Trip", (), {"__neg__": functools.partial(interrupt_main, signal.SIGALRM)})()
@@ -66,7 +67,7 @@ class At:
     def __call__(self, frame: FrameType, event: str, argument: object) -> At | None:
         if event == "call":
             file = frame.f_code.co_filename
-            if file.startswith((TESTS, "<frozen")):
+            if file.startswith((TESTS, "<frozen")) or not file.startswith(self._within):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode" and frame.f_lasti in _points(frame.f_code):

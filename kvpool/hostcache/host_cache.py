@@ -16,6 +16,7 @@ import numpy as np
 from kvpool.common.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.layout import BlockLayout, choice_argument, integer_argument
+from kvpool.common.changes import Changes
 from kvpool.common.errors import (
     BlockNotFound,
     InsufficientMemory,
@@ -25,7 +26,6 @@ from kvpool.common.errors import (
     PoolClosed,
     ReservationExpired,
 )
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.device.memory.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
@@ -41,12 +41,13 @@ from kvpool.pool.config import secret_argument
 from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.deadlines import Deadlines
 from kvpool.pool.explain import Missed
-from kvpool.state import control, hostcache, records, saving, verbs
+from kvpool.state import hostcache, records, saving, verbs
 from kvpool.state.arrays import POLICIES, GroupSizes, Settings, States, state_bytes
 from kvpool.state.hashing import namespace_root
 from kvpool.state.verify import verify_states
 
 Keys = Iterable[bytes]
+_NO_PLACES = np.empty((0, 3), np.int64)
 _FORGOTTEN = records.COUNTERS.index("forgotten_host_blocks")
 
 
@@ -134,9 +135,12 @@ class HostCache(Closing):
     deadlines are checked by ``reserve``, ``publish``, ``abort``, ``find``, ``lookup``, ``overdue``,
     ``expired_reservations`` and ``stats``.
 
-    Thread-safe. A call that raises has changed nothing, except that reservations may have expired, and blocks whose
+    Thread-safe. A call that is refused has changed nothing, except that reservations may have expired, and blocks whose
     time is over may have fallen to the default priority. Verbs are one jitted call for all keys. Bad arguments raise
     TypeError or ValueError, and all verbs raise PoolClosed.
+
+    An exception of a signal handler, such as the KeyboardInterrupt of Ctrl-C, can come after a call has changed the
+    cache. What it took for a caller who did not receive it is in ``leases`` and ``reserved_keys``.
 
     Examples
     --------
@@ -179,6 +183,7 @@ class HostCache(Closing):
         self._root = np.array(namespace_root(secret_bytes, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
         self._lock: AbstractContextManager[Any] = threading.RLock()
+        self._changes = Changes()
         self._forks = Process("HostCache")
         self._forks.guard(self, "_lock")
         # The open leases, with their blocks, the last first: the end of a prompt is evicted before its beginning.
@@ -192,7 +197,7 @@ class HostCache(Closing):
         # The order in which pending keys were reserved. Engines end them as a set.
         self._order: dict[bytes, int] = {}
         self._deadlines = Deadlines[bytes]()
-        self._reserved = 0
+        self._numbers = itertools.count()
         self._gone = GoneKeys(integer_argument("history", history, 0, 1 << 24))
         self._closed = False
 
@@ -235,14 +240,21 @@ class HostCache(Closing):
         """
         wanted, owner = packed(keys), text_argument("owner", owner)
         now_ms = self._now()
-        with DeferSignals() as signals, self._lock:
+        new = list[tuple[HostLease, Int64s]]()
+
+        def open_lease(error: int) -> None:
+            if error:
+                return
+            if not new:
+                blocks = wanted.found[:, 2].copy()
+                lease = HostLease(self, next(self._lease_numbers), owner, now_ms, wanted.keys, blocks)
+                new.append((lease, blocks[::-1].copy()))
+            self._open[new[0][0].id] = new[0]
+
+        with self._lock, self._changes:
             self._check_open()
-            if hostcache.pin(self._groups, self._root, *wanted[1:], now_ms):
-                raise _missing(wanted, "here")
-            lease = HostLease(self, next(self._lease_numbers), owner, now_ms, wanted.keys, wanted.found[:, 2].copy())
-            self._open[lease.id] = lease, lease.blocks[::-1].copy()
-            signals.undo = partial(self._end_lease, lease.id, now_ms)
-            return lease
+            self._change(hostcache.pin, wanted, now_ms, needed="here", finish=open_lease)
+        return new[0][0]
 
     def touch(self, keys: Keys, *, turn: bool = False) -> int:
         """Note that the keys which are HERE are used now. Returns how many.
@@ -281,25 +293,36 @@ class HostCache(Closing):
         wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         lifetime = ttl_argument("deadline_ms", deadline_ms)
         now_ms = self._now()
-        with DeferSignals() as signals, self._lock:
+        with self._lock, self._changes:
             self._check_open()
             self._expire(now_ms)
-            evicted = np.empty_like(wanted.words)
-            count = hostcache.reserve(self._groups, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
-            if count == records.SHORT_OF_BLOCKS and len(set(wanted.keys)) < len(wanted.keys):
+            deadline = None if deadline_ms is None else now_ms + lifetime
+            reserved = self._reserve(wanted, priority, ttl, now_ms, deadline)
+            if reserved is None and len(set(wanted.keys)) < len(wanted.keys):
                 wanted = packed(dict.fromkeys(wanted.keys))
-                count = hostcache.reserve(self._groups, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
-            if count == records.SHORT_OF_BLOCKS:
+                reserved = self._reserve(wanted, priority, ttl, now_ms, deadline)
+            if reserved is None:
                 raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
-            taken = int(wanted.found[0, 0]) if wanted.keys else 0
-            reservation = reserved_of(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
-            signals.undo = partial(self._undo, reservation.keys, now_ms)
-            self._order.update(zip(reservation.keys, range(self._reserved, self._reserved + taken), strict=True))
-            self._reserved += taken
-            if deadline_ms is not None:
-                self._deadlines.add(reservation.keys, now_ms + lifetime)
-            self._gone.note(reservation.evicted, "evicted", now_ms)
-            return reservation
+        return reserved
+
+    def _reserve(self, wanted: Packed, priority: int, ttl: int, now_ms: int, deadline: int | None) -> Reserved | None:
+        """What ``reserve`` does, for keys of which none may be named twice. None: too few blocks are free. The caller
+        holds the lock."""
+        evicted, new = np.empty_like(wanted.words), list[Reserved]()
+
+        def note(count: int) -> None:
+            if count < 0:
+                return
+            if not new:
+                taken = int(wanted.found[0, 0]) if wanted.keys else 0
+                new.append(reserved_of(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint))
+            self._order.update(zip(new[0].keys, self._numbers, strict=False))
+            if deadline is not None:
+                self._deadlines.add(new[0].keys, deadline)
+            self._gone.note(new[0].evicted, "evicted", now_ms)
+
+        self._change(hostcache.reserve, wanted, priority, ttl, now_ms, evicted, finish=note)
+        return new[0] if new else None
 
     def publish(self, keys: Keys) -> int:
         """Say that the bytes of pending keys are written. The keys are then HERE. Returns how many. Changes the cache.
@@ -314,7 +337,7 @@ class HostCache(Closing):
     def publish_ordered(self, keys: Sequence[bytes]) -> int:
         """What ``publish`` does with keys that ``in_order`` has returned."""
         now_ms = self._now()
-        with self._lock:
+        with self._lock, self._changes:
             self._check_open()
             self._expire(now_ms)
             for key in keys if self._deadlines.overdue else ():
@@ -336,11 +359,17 @@ class HostCache(Closing):
         Nobody may write the blocks any more. Keys whose reservation has expired are among them: this makes their blocks
         usable again. Raises BlockNotFound, which names the first key that is not pending.
         """
-        own, now = keys_argument(keys), self._now()
-        with self._lock:
+        checked_keys, now_ms = keys_argument(keys), self._now()
+        with self._lock, self._changes:
             self._check_open()
-            self._expire(now)
-            return self._end(hostcache.abort, own, now)
+            self._expire(now_ms)
+            return self._end(hostcache.abort, checked_keys, now_ms)
+
+    @property
+    def reserved_keys(self) -> list[bytes]:
+        """Keys that were reserved, and neither published nor aborted, in the order of their reservation. Also those of
+        a call whose result nobody received, because an exception of a signal handler came first. Fast."""
+        return list(self._order)
 
     def overdue(self) -> list[bytes]:
         """Return the keys whose reservation has expired and whose writer has not called ``abort``, in the order in
@@ -355,8 +384,8 @@ class HostCache(Closing):
     def expired_reservations(self) -> int:
         """How many blocks were not published before the deadline of their reservation."""
         now_ms = self._now_for_deadlines()
-        with self._lock:
-            if not self._closed:
+        with self._lock, self._changes:
+            if not self._closed and self._changes.torn is None:
                 self._expire(now_ms)
             return self._deadlines.expired
 
@@ -367,11 +396,15 @@ class HostCache(Closing):
     def _expire(self, now_ms: int | None) -> None:
         """Expire the reservations whose deadline has passed, as ``forget`` does: their blocks stay with the writers.
         The caller holds the lock."""
-        if now_ms is not None and (keys := self._deadlines.passed(now_ms)):
-            with DeferSignals():
-                hostcache.forget_keys(self._groups, self._root, *packed(keys, known=True)[1:], now_ms)
-                self._deadlines.expire(keys)
-                self._gone.note(keys, "lost", now_ms)
+        if now_ms is None or not (keys := self._deadlines.passed(now_ms)):
+            return
+
+        def note(_: int) -> None:
+            self._deadlines.expire(keys)
+            self._gone.note(keys, "lost", now_ms)
+
+        with self._changes:
+            self._change(hostcache.forget_keys, packed(keys, known=True), now_ms, finish=note)
 
     def set_priority(self, keys: Keys, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give keys that are HERE this priority (0 to 100) from now on; after ``ttl_ms`` without a use it falls to the
@@ -389,22 +422,20 @@ class HostCache(Closing):
         """
         wanted, now_ms = packed(keys), self._now()
         present_keys = list(itertools.compress(wanted.keys, self.lookup(wanted.keys))) if self._gone.capacity else []
-        count = self._run(hostcache.forget_keys, wanted, now_ms)
-        with self._lock:
-            self._gone.note(present_keys, "forgotten", now_ms)
-        return count
+        return self._run(
+            hostcache.forget_keys, wanted, now_ms, finish=lambda _: self._gone.note(present_keys, "forgotten", now_ms)
+        )
 
     def clear(self, force: bool = False) -> None:
         """Drop all keys. Raises PoolBusy while leases are open or keys are pending. With ``force``, these are treated
         as ``forget`` does."""
         force, now_ms = bool_argument("force", force), self._now()
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             self._check_open()
             leases, pending = len(self._open), len(self._pending())
             if (leases or pending) and not force:
                 raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
-            hostcache.clear(self._groups, now_ms)
-            self._gone.note_unnamed()
+            self._decide(hostcache.clear, now_ms, finish=lambda _: self._gone.note_unnamed())
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
         """Return why a key is not HERE: "evicted", "forgotten", "never_seen" or "unknown". ``history`` is the number of
@@ -419,35 +450,38 @@ class HostCache(Closing):
         """Return the number of a new dirty-block cursor, which has read no keys. With ``pending``, ``unsaved_blocks``
         counts blocks that are evicted before the cursor has read them. At most SAVERS of ``state.saving`` at once.
         Changes the cache."""
-        with self._lock:
-            return int(saving.open_dirty_cursor(self._groups, pending))
+        with self._lock, self._changes:
+            self._check_open()
+            saving.check_cursors(self._groups)
+            return int(self._decide(saving.open_dirty_cursor, pending))
 
     def close_dirty_cursor(self, cursor: int) -> None:
         """Close a dirty-block cursor. Changes the cache."""
-        with self._lock:
-            saving.close_dirty_cursor(self._groups, cursor)
+        with self._lock, self._changes:
+            if self._changes.torn is None:
+                self._decide(saving.close_dirty_cursor, cursor)
 
     def read_dirty(self, cursor: int, keys: Keys) -> list[bytes]:
         """Return the keys that are HERE and that a cursor has not read. They count as read until they leave the cache.
         Changes the cache."""
         wanted = packed(keys)
         answers, block_rows = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             self._check_open()
             hostcache.lookup(self._groups, self._root, *wanted[1:], answers)
-            count = saving.held(self._groups, cursor, wanted.found[:, 2].copy(), block_rows)
+            count = self._decide(saving.held, cursor, wanted.found[:, 2].copy(), block_rows)
             return unpacked(self._states[0].tokens[block_rows[:count, saving.FOUND - 1]])
 
     def eviction_candidates(self, cursor: int | None, blocks: int, most: int) -> list[bytes]:
         """Return up to ``most`` keys that would be evicted if ``blocks`` more were reserved and that a cursor has not
         read, in the order of eviction. They count as read. With None, return all of them. Changes the cache."""
         margins, victim_rows = np.array([blocks]), np.empty((most, saving.FOUND), np.int64)
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             self._check_open()
             if cursor is None:
-                count = saving.all_victims(self._groups, margins, victim_rows)
+                count = self._decide(saving.all_victims, margins, victim_rows)
             else:
-                count = saving.victims(self._groups, cursor, margins, victim_rows)
+                count = self._decide(saving.victims, cursor, margins, victim_rows)
             return unpacked(self._states[0].tokens[victim_rows[:count, saving.FOUND - 1]])
 
     @property
@@ -463,9 +497,9 @@ class HostCache(Closing):
     def refresh(self) -> int:
         """Give blocks whose time to live is over the default priority. Returns how many. Changes the cache."""
         now_ms = self._now()
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             self._check_open()
-            return int(verbs.refresh(self._groups, now_ms))
+            return int(self._decide(verbs.refresh, now_ms))
 
     # -- the cache as a whole --------------------------------------------------------------------------
 
@@ -476,54 +510,57 @@ class HostCache(Closing):
 
     def _end_lease(self, lease: int, now_ms: int, used: bool = True) -> bool:
         """Unpin the blocks of a lease. Returns whether it was open."""
-        with DeferSignals(), self._lock:
-            _, ids = self._open.pop(lease, (None, None))
-            if ids is not None:
-                before = saving.places(self._states[0].blocks[ids])
-                control.unpin(self._groups, ids, now_ms)
-                if not used:
-                    saving.put_back(self._groups, 0, ids, before)
-        return ids is not None
+        with self._lock, self._changes:
+            opened = self._open.get(lease)
+            if opened is None:
+                return False
+            self._check_open()
+            ids = opened[1]
+            before = _NO_PLACES if used else saving.places(self._states[0].blocks[ids])
+            # A destructor may have ended it meanwhile: then this changes nothing.
+            self._decide(hostcache.end_lease, ids, before, now_ms, finish=lambda _: self._open.pop(lease, None))
+        return True
 
     def revoke(self, owner: str) -> int:
         """Close all leases of an owner that is gone and reads no more. Returns how many. Changes the cache."""
         owner, now_ms = text_argument("owner", owner), self._now()
-        with DeferSignals(), self._lock:
+        with self._lock, self._changes:
             self._check_open()
             # A destructor may close one first.
             return sum(self._end_lease(lease.id, now_ms) for lease in self.leases if lease.owner == owner)
 
     def events(self) -> list[HostEvent]:
         """What has changed since the last call. Each event is returned once. Raises PoolClosed."""
-        with DeferSignals() as signals:
-            with self._lock:
-                self._check_open()
-                taken = kv_events.take(self._states, self._names.known, False)
-                signals.undo = partial(self._put_back, taken)
+        with self._lock, self._changes:
+            self._check_open()
+            taken = kv_events.take(self._states, self._names.known, False)
+        try:
             return decoded(taken)
-
-    def _put_back(self, taken: kv_events.Taken) -> None:
-        with self._lock:
-            kv_events.put_back(self._states, taken)
+        except BaseException:
+            with self._lock, self._changes:
+                kv_events.put_back(self._states, taken)
+            raise
 
     def usage(self) -> HostUsage:
         """What the blocks are used for; also of a closed cache. Changes nothing. Fast, for every step."""
-        with self._lock:
+        with self._lock, self._changes:
             return usage_of(self._states[0], self._pinned())
 
     def stats(self) -> HostCacheStats:
         """A snapshot; also of a closed cache. Changes nothing, except that reservations may expire."""
         now_ms = self._now()
-        with self._lock:
-            if not self._closed:
+        with self._lock, self._changes:
+            if not self._closed and self._changes.torn is None:
                 self._expire(now_ms)
             leases = [now_ms - lease.since for lease in self.leases]
             return stats_of(self._states[0], self.usage(), leases, self._deadlines)
 
     def verify(self) -> None:
-        """Check every invariant of the state. Raises IntegrityError, which names the one that does not hold. Slow."""
-        with self._lock:
-            self._check_open()
+        """Check every invariant of the state, even if it is in doubt. Slow. Raises IntegrityError, which names the one
+        that does not hold; PoolClosed."""
+        with self._lock, self._changes:
+            if self._closed:
+                self._check_open()
             verify_states(self._states, np.concatenate([self._pending(), *self._pinned()]))
 
     @property
@@ -532,38 +569,51 @@ class HostCache(Closing):
 
     def close(self) -> None:
         """End the cache. Later calls raise PoolClosed, except ``stats`` and ``close``."""
-        with self._lock:
+        with self._lock, self._changes:
             self._closed = True
             self._open.clear()
 
     # -- what the verbs share --------------------------------------------------------------------------
 
-    def _run(self, verb: Callable[..., Any], wanted: Packed, *more: int, needed: str = "") -> int:
-        """Run a jitted verb over packed keys. ``more``: its last arguments. ``needed`` is the state that all keys must
-        have, if the verb refuses others."""
-        with self._lock:
+    def _run(self, verb: Callable[..., Any], wanted: Packed, *more: Any, **options: Any) -> int:
+        """``_change`` under the lock."""
+        with self._lock, self._changes:
             self._check_open()
-            count = int(verb(self._groups, self._root, *wanted[1:], *more))
-            if count == records.NOT_FOUND:
-                raise _missing(wanted, needed)
+            return self._change(verb, wanted, *more, **options)
+
+    def _change(
+        self,
+        verb: Callable[..., Any],
+        wanted: Packed,
+        *more: Any,
+        needed: str = "",
+        finish: Callable[[Any], object] | None = None,
+    ) -> int:
+        """Decide about packed keys. ``more``: the last arguments of the verb. ``needed`` is the state that all keys
+        must have, if the verb refuses others. The caller holds the lock."""
+        count = int(self._decide(verb, self._root, *wanted[1:], *more, finish=finish))
+        if count == records.NOT_FOUND:
+            raise _missing(wanted, needed)
         return count
+
+    def _decide(self, verb: Callable[..., Any], *args: Any, finish: Callable[[Any], object] | None = None) -> Any:
+        """Change the state by a jitted verb, and note its result by ``finish``: see ``Changes``. The caller holds the
+        lock."""
+        result = self._changes.run(partial(verb, self._groups, *args), finish=finish)
+        if self._changes.torn is not None:
+            self._check_open()
+        return result
 
     def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now_ms: int) -> int:
-        """Run a verb that ends the wait of pending keys."""
-        wanted = packed(keys, known=True)
-        # Once the verb has ended, another thread may reserve the keys anew: their order then is not to be dropped.
-        with self._lock:
-            count = self._run(verb, wanted, now_ms, needed="pending")
-            for key in keys:
-                self._order.pop(key, None)
-            self._deadlines.end(keys)
-        return count
+        """Run a verb that ends the wait of pending keys. The caller holds the lock."""
 
-    def _undo(self, keys: tuple[bytes, ...], now_ms: int) -> None:
-        """Abort a reservation that no caller has received. The clock is not read again, since it may fail."""
-        with self._lock:
-            if keys and not self._closed:
-                self._end(hostcache.abort, keys, now_ms)
+        def note(count: int) -> None:
+            if count >= 0:
+                for key in keys:
+                    self._order.pop(key, None)
+                self._deadlines.end(keys)
+
+        return self._change(verb, packed(keys, known=True), now_ms, needed="pending", finish=note)
 
     def _pinned(self) -> list[Int64s]:
         """The blocks of each open lease. The caller holds the lock."""
@@ -579,6 +629,8 @@ class HostCache(Closing):
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosed("the cache is closed")
+        if self._changes.torn is not None:
+            raise PoolClosed(f"the state of the cache is in doubt: {self._changes.torn}") from self._changes.torn
 
 
 def _states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -> States:

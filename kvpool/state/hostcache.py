@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import address_of, array_at, memcpy
-from kvpool.state.control import pin_block
+from kvpool.state.control import pin_block, unpin
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.policies.block_lists import BACK, FRONT
@@ -49,6 +49,7 @@ from kvpool.state.records import (
     no_extra,
     tokens_of,
 )
+from kvpool.state.saving import put_back
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
     STORED,
@@ -332,6 +333,20 @@ def pin(groups, identity, data, sizes, words, matches, now_ms):
         _use(group, matches[i, 2])
         pin_block(group, matches[i, 2])
     counters_of(group).reused_host_blocks += words.shape[0]
+    return np.int64(0)
+
+
+@jit(nogil=False)
+def end_lease(groups, held, before, now_ms):
+    """Unpin the blocks of a lease, ``held`` int64[n]. It is filled with NONE, so that a second call does nothing.
+    ``before`` has rows if the blocks were not used: see ``put_back``."""
+    if held.shape[0] == 0 or held[0] == NONE:
+        return np.int64(0)
+    unpin(groups, held, now_ms)
+    if before.shape[0] > 0:
+        put_back(groups, np.int64(0), held, before)
+    for i in range(held.shape[0]):
+        held[i] = NONE
     return np.int64(0)
 
 
