@@ -671,7 +671,10 @@ CASES = [
     Case(
         "StoreWorker.give_back",
         Stored,
-        lambda scene, arguments: (scene.queue.give_back(arguments["rows"]), list(scene.queue._free)),
+        lambda scene, arguments: (
+            scene.queue.give_back(arguments["rows"]),
+            sorted(scene.queue.take("load", 99).tolist()),
+        ),
         {"rows": ([6, 7], [6, 5])},
         {},
         ARRAY,

@@ -12,6 +12,7 @@ from kvpool.storage.host_storage_manager import HostStorageManager as HostStorag
 from kvpool.storage.host_storage_manager import HostStorageManagerStats as HostStorageManagerStats
 from kvpool.storage.mac import BlockNames as BlockNames
 from kvpool.storage.prefetches import Prefetch as Prefetch
+from kvpool.storage.staging import staging_rows as staging_rows
 from kvpool.storage.storage_manager import Forgotten as Forgotten
 from kvpool.storage.storage_manager import StorageManager as StorageManager
 from kvpool.storage.storage_manager import StorageManagerStats as StorageManagerStats
@@ -24,7 +25,6 @@ from kvpool.storage.store import OK as OK
 from kvpool.storage.store import REFUSED as REFUSED
 from kvpool.storage.store import Space as Space
 from kvpool.storage.store import Store as Store
+from kvpool.storage.store_figures import StoreStats as StoreStats
 from kvpool.storage.store_requests import StoreRequest as StoreRequest
-from kvpool.storage.store_worker import StoreStats as StoreStats
 from kvpool.storage.store_worker import StoreWorker as StoreWorker
-from kvpool.storage.store_worker import staging_rows as staging_rows

@@ -112,6 +112,11 @@ class CircuitBreaker:
         with self._lock:
             return bool(self._suspended(writes))
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it is suspended for reads or for writes."""
+        return self.suspended() or self.suspended(writes=True)
+
     def note(self, job: StoreRequest) -> None:
         """Learn from a job that is done. Call it once for each job."""
         failed = _failed(job)

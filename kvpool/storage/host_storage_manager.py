@@ -25,9 +25,10 @@ from kvpool.storage.choice import LoadPolicy
 from kvpool.storage.circuit_breaker import BreakerStats, number_argument
 from kvpool.storage.host_cache_adapter import HostCacheAdapter, StoreChange
 from kvpool.storage.recovery import Recovery
-from kvpool.storage.store import CODES, OK, Store
+from kvpool.storage.store import CODES, NO_LIMIT, OK, Store
+from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest
-from kvpool.storage.store_worker import NO_LIMIT, PATIENCE_SECONDS, StoreStats, StoreWorker
+from kvpool.storage.store_worker import PATIENCE_SECONDS, StoreWorker
 from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, Loading, Search, TierStorage, open_workers
 
 Keys = Iterable[bytes]

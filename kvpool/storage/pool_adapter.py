@@ -26,9 +26,9 @@ from kvpool.state import control, saving
 from kvpool.state.records import EVENT, EXTRA, NONE, H, N
 from kvpool.state.tiers import CLEARED, REMOVED, STORED
 from kvpool.storage.mac import BlockNames, block_context
-from kvpool.storage.store import ABSENT, DAMAGED, OK, Bytes
+from kvpool.storage.store import ABSENT, DAMAGED, NO_LIMIT, OK, Bytes
 from kvpool.storage.store_requests import LOAD, SAVE
-from kvpool.storage.store_worker import NO_LIMIT, StoreWorker
+from kvpool.storage.store_worker import StoreWorker
 from kvpool.storage.tier_storage import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
 
 OWNER = "kvpool storage manager"

@@ -42,9 +42,11 @@ from kvpool.storage.pool_adapter import (
     split,
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
+from kvpool.storage.staging import row_padding_of, staging_rows
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
+from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest
-from kvpool.storage.store_worker import StoreStats, StoreWorker, row_padding_of, staging_rows
+from kvpool.storage.store_worker import StoreWorker
 from kvpool.storage.tier_storage import EVICT, SAVES, TierStorage, open_workers
 from kvpool.storage.urls import open_store
 

@@ -32,6 +32,8 @@ REFUSED = 6
 CODES = ("absent", "ok", "failed", "damaged", "late", "cancelled", "refused")
 """The names of the codes, in the order of their numbers."""
 
+NO_LIMIT = (1 << 63) - 1
+"""The limit of a save that has none."""
 Bytes = Uint8s
 Rows = Int64s
 Stop = Callable[[], bool]

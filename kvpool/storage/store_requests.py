@@ -78,7 +78,7 @@ class StoreRequest:
     on_done: list[Call] = field(default_factory=list)
     on_returned: list[Call] = field(default_factory=list)
     """Calls that are still to be made."""
-    telling: bool = False
+    in_callback: bool = False
     """Whether such a call is made now."""
     counted: bool = False
     """Whether the figures have it."""

@@ -19,9 +19,9 @@ from kvpool.common.arrays import Bools
 from kvpool.common.errors import BlockNotFound, StoreBusy
 from kvpool.storage.choice import LoadAttempt, LoadPolicy
 from kvpool.storage.mac import BlockNames
-from kvpool.storage.store import OK, Bytes, Rows, Store
+from kvpool.storage.store import NO_LIMIT, OK, Bytes, Rows, Store
 from kvpool.storage.store_requests import FIND, SAVE, Lend, StoreRequest
-from kvpool.storage.store_worker import NO_LIMIT, StoreWorker
+from kvpool.storage.store_worker import StoreWorker
 
 Block = TypeVar("Block", bound=Hashable)
 Lease = TypeVar("Lease")

@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_begun_before_a_drop_goes_on",
-        "StoreWorker._begun",
+        "OpenRequests._begun",
         "self._screen(other)",
         "pass",
         "KV of weights that were replaced is loaded after a clear.",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_is_down_is_asked_for_what_was_dropped",
-        "StoreWorker._begun",
+        "OpenRequests._begun",
         "self._screen(job)",
         "",
         "A tenant's content is found after it has left, until the store has dropped it.",
@@ -34,8 +34,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a_drop_that_fails_is_confirmed",
-        "StoreWorker._returned",
-        "if error:\n    self._drops.failed(job, self._clock())\nelse:\n    self._settle(job, OK)",
+        "OpenRequests._returned",
+        "if error:\n    self._queue.drops.failed(job, self._clock())\nelse:\n    self._settle(job, OK)",
         "self._settle(job, OK)",
         "An operator is told that content is gone, and it is not.",
         (

@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_of_a_job_that_is_done_are_given_away",
-        "StoreWorker._let_go",
+        "OpenRequests._let_go",
         "job.returned",
         "job.done",
         "A load that hung writes into the blocks of another request.",
@@ -87,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_is_finished_is_told_again_and_again",
-        "StoreWorker.poll",
+        "Callbacks.poll",
         "os.eventfd_read(self._signal)",
         "pass",
         "An engine that waits for jobs spins on one core.",

@@ -201,8 +201,8 @@ def test_without_its_epochs_a_store_finds_nothing_that_was_saved_before(folder: 
 
 def test_epochs_of_more_models_than_a_store_remembers_take_no_room(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(disk_store, "EPOCHS_MAX", 3)
-    with open_queue(DiskStore(tmp_path / "store", CAPACITY)) as queue:
-        store = queue._store
+    store = DiskStore(tmp_path / "store", CAPACITY)
+    with open_queue(store):
         models = [bytes([number]) * 8 for number in range(5)]
         drawn = [store.epoch(model, True) for model in (*models, models[3])]
         assert len(set(drawn)) == 6 and (tmp_path / "store" / "epochs").stat().st_size == 3 * 24

@@ -392,7 +392,7 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
         keys = queue.secret.derive_keys(names(1))
         for _ in range(3000):
             done(queue.find(keys, deadline=queue.now() + 1000))
-        assert not queue.has_results and not queue.wait(0) and not queue._open
+        assert not queue.has_results and not queue.wait(0) and not queue.requests
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import numpy as np
 from kvpool.common.arrays import Bools
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.storage.store import KEY_BYTES, OK, REFUSED, Bytes
-from kvpool.storage.store_worker import NO_LIMIT
+from kvpool.storage.store import KEY_BYTES, NO_LIMIT, OK, REFUSED, Bytes
 
 
 class Added(NamedTuple):

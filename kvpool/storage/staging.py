@@ -1,0 +1,63 @@
+"""Rows of main memory through which blocks go to a store and come from it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.changes import Step
+from kvpool.storage.store import Bytes, Store
+from kvpool.storage.store_requests import LOAD
+
+PAGE_BYTES = 4096
+
+
+def row_padding_of(store: Store) -> int:
+    """How many bytes more the rows have that are made for this store alone: whole pages."""
+    padding = integer_argument("store.row_padding", getattr(store, "row_padding", 0), 0, 1 << 20)
+    return -(-padding // PAGE_BYTES) * PAGE_BYTES
+
+
+def staging_rows(count: int, nbytes: int) -> Bytes:
+    """Rows in main memory, uint8[count, whole pages], which begin at a page: so direct I/O can use them."""
+    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    raw = np.zeros(count * size + PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % PAGE_BYTES
+    return raw[start : start + count * size].reshape(count, size)
+
+
+def memory_argument(memory: object) -> Bytes:
+    """The rows that a store is given: a view of the array whose shape and type nobody else can change."""
+    if isinstance(memory, np.ndarray) and memory.dtype == np.uint8 and memory.ndim == 2 and memory.size:
+        if memory.flags.c_contiguous and memory.flags.writeable:
+            return np.asarray(memory)[...]
+    raise ValueError("memory: expected a writable, C-contiguous array uint8[slots, block_bytes], got another")
+
+
+class LentRows:
+    """Rows that are lent to callers. Half of them, rounded down, are kept for loads, so that no save keeps a load
+    waiting. The owner holds its lock."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._free = count, list(range(count))
+        self._kept_for_loads = count // 2
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def free(self, kind: str) -> int:
+        """How many rows a request of this kind can take now."""
+        return max(0, len(self._free) - (0 if kind == LOAD else self._kept_for_loads))
+
+    def take(self, kind: str, most: int) -> list[int]:
+        """Up to ``most`` rows."""
+        count = min(most, self.free(kind))
+        rows = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return rows
+
+    def giving_back(self, rows: list[int]) -> Step:
+        """The step that takes rows back."""
+        return partial(self._free.extend, rows)
