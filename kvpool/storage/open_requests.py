@@ -16,7 +16,7 @@ from kvpool.common.threads import Bell
 from kvpool.storage.callbacks import Callbacks
 from kvpool.storage.calls import StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
-from kvpool.storage.staging import LentRows
+from kvpool.storage.lent_rows import LentRows
 from kvpool.storage.store import CANCELLED, CODES, LATE, OK, Bytes, Rows
 from kvpool.storage.store_figures import StoreFigures, StoreStats
 from kvpool.storage.store_queue import RequestLine, StoreCall, StoreQueue

@@ -32,6 +32,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.storage.choice import SLOWEST, LoadOrCompute
 from kvpool.storage.circuit_breaker import BreakerStats, CircuitBreaker, number_argument
+from kvpool.storage.lent_rows import row_padding_of, staging_rows
 from kvpool.storage.pool_adapter import (
     Content,
     PoolAdapter,
@@ -42,7 +43,6 @@ from kvpool.storage.pool_adapter import (
     split,
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
-from kvpool.storage.staging import row_padding_of, staging_rows
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest

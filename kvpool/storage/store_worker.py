@@ -21,9 +21,9 @@ from kvpool.common.process import Closing, Process
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.storage.calls import NO_ROWS, StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
+from kvpool.storage.lent_rows import LentRows, memory_argument
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.open_requests import OpenRequests
-from kvpool.storage.staging import LentRows, memory_argument
 from kvpool.storage.store import (
     KEY_BYTES,
     MODEL_BYTES,

@@ -203,6 +203,7 @@ NO_ARRAYS = {
         "StepTables.as_table",
     ),
     "warm_up.caches",  # PagedKV, which are immutable
+    "StoreWorker.owner",  # is compared by identity
     *("KVCacheManager.device_blocks", "KVCacheManager.host_blocks", "KVCacheManager.groups"),
     *("BlockKeys.root", "BlockKeys.origin", "HostSlots.blocks"),  # tuples
 }
