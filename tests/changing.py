@@ -257,7 +257,7 @@ class Kept:
 
     def picture(self) -> object:
         assert self.manager.drain(600)
-        kept = sorted(self.store._blocks), sorted(self.manager._absent)
+        kept = sorted(self.store._blocks), sorted(self.manager._loads._absent)
         return [debug.dump(state) for state in self.cache._states], kept
 
     def close(self) -> None:

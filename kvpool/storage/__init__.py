@@ -8,12 +8,12 @@ from kvpool.storage.choice import LoadOrCompute as LoadOrCompute
 from kvpool.storage.choice import LoadPolicy as LoadPolicy
 from kvpool.storage.circuit_breaker import BreakerStats as BreakerStats
 from kvpool.storage.circuit_breaker import CircuitBreaker as CircuitBreaker
+from kvpool.storage.forgotten import Forgotten as Forgotten
 from kvpool.storage.host_storage_manager import HostStorageManager as HostStorageManager
 from kvpool.storage.host_storage_manager import HostStorageManagerStats as HostStorageManagerStats
 from kvpool.storage.lent_rows import staging_rows as staging_rows
 from kvpool.storage.mac import BlockNames as BlockNames
 from kvpool.storage.prefetches import Prefetch as Prefetch
-from kvpool.storage.storage_manager import Forgotten as Forgotten
 from kvpool.storage.storage_manager import StorageManager as StorageManager
 from kvpool.storage.storage_manager import StorageManagerStats as StorageManagerStats
 from kvpool.storage.store import ABSENT as ABSENT

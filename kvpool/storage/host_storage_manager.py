@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from itertools import compress
 from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
-from kvpool.common.errors import ForkedProcess, PoolClosed, StoreBusy
+from kvpool.common.errors import ForkedProcess, PoolClosed
 from kvpool.common.process import Closing, Process
 from kvpool.hostcache.host_cache import HostCache, HostLease
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
@@ -24,23 +23,17 @@ from kvpool.pool.explain import Missed
 from kvpool.storage.choice import LoadPolicy
 from kvpool.storage.circuit_breaker import BreakerStats, number_argument
 from kvpool.storage.host_cache_adapter import HostCacheAdapter, StoreChange
+from kvpool.storage.key_loads import KeyLoads
 from kvpool.storage.recovery import Recovery
-from kvpool.storage.store import CODES, NO_LIMIT, OK, Store
+from kvpool.storage.store import NO_LIMIT, Store
 from kvpool.storage.store_figures import StoreStats
-from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.store_worker import PATIENCE_SECONDS, StoreWorker
-from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, Loading, Search, TierStorage, open_workers
+from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, TierStorage, open_workers
 
 Keys = Iterable[bytes]
 UNREAD_SECONDS = 10.0
 """After this time a block that nobody has read stops taking room from others, though its request was never said to
 have ended."""
-ASKED_MAX = 65_536
-"""Keys that are asked for at once, and keys that are remembered as absent."""
-ROOM_SHARE = 0.5
-"""The part of the time for a key for which it may wait for room that other requests hold. The rest is for its load."""
-NOW_MAX = 64
-"""Keys that are asked for at once, on the thread of the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +77,6 @@ class HostStorageManagerStats:
     unread: int = 0
     """blocks that have come for requests that have neither pinned them nor ended. With ``loading``, they take the room
     for loads."""
-
-
-class _Absence:
-    """That no store had keys that were asked for together.
-
-    ``until``: when they may be asked for again. It is unknown until one of them is read: whoever asked learns of it,
-    however long that takes, as it would otherwise ask for ever.
-    """
-
-    def __init__(self, reason: str, unread: Iterable[bytes] = (), until: float = math.inf) -> None:
-        self.reason = reason
-        self._unread = set(unread)
-        self._until = until
-
-    def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
-        """Whether the key counts as absent."""
-        self._until = min(self._until, now + retry_seconds)
-        if key in self._unread:
-            self._unread.remove(key)
-            return now <= self._until
-        return now < self._until
 
 
 class HostStorageManager(Closing):
@@ -211,10 +183,9 @@ class HostStorageManager(Closing):
             raise ValueError(f"policies: expected one for each of {len(store_list)} stores, got {len(chosen)}")
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(store_list), save_seconds / 2)
-        self._cache, self._clock, self._spare = cache, clock, spare
-        self._seconds, self._retry_seconds = load_seconds, retry_seconds
+        self._cache, self._clock = cache, clock
         self._on_publish = save == COMMIT
-        self._process, self._closed, self._recovery = Process(), False, Recovery(self._recover)
+        self._process, self._recovery = Process(), Recovery(self._recover)
         self._workers = open_workers(
             store_list, lambda store: StoreWorker(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
@@ -224,15 +195,7 @@ class HostStorageManager(Closing):
         )
         # Whether nothing was looked for since the last ``poll``.
         self._step_begins = True
-        # Keys that are looked for, with their deadlines. What the next ``poll`` is to do for them: keys by the number
-        # of a store, whether it is known to have them, and the hit that they are of.
-        self._searching: dict[bytes, float] = {}
-        self._lines: dict[tuple[int, bool, str], list[bytes]] = {}
-        # Keys that did not come, and what was learned of them.
-        self._absent: OrderedDict[bytes, _Absence] = OrderedDict()
-        self._asked = self._loaded = self._refused = 0
-        self._missed: Counter[str] = Counter()
-        self._forgotten_before = cache.forgotten_blocks
+        self._loads = KeyLoads(cache, self._storage, load_seconds, retry_seconds, spare, clock)
 
     # -- what the scheduler calls --------------------------------------------------------------------
 
@@ -250,7 +213,7 @@ class HostStorageManager(Closing):
             return state
         self._process.check(self)
         with self._recovery:
-            return self._answers((checked_key,), (state,), hit)[0]
+            return self._loads.answers((checked_key,), (state,), hit)[0]
 
     def lookup(self, keys: Keys, hit: str = "") -> Uint8s:
         """``find`` for each key: uint8[n]."""
@@ -265,7 +228,7 @@ class HostStorageManager(Closing):
             self._process.check(self)
             others = list(compress(checked_keys, (~here).tolist()))
             with self._recovery:
-                answers[~here] = self._answers(others, answers[~here].tolist(), hit)
+                answers[~here] = self._loads.answers(others, answers[~here].tolist(), hit)
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
@@ -308,10 +271,7 @@ class HostStorageManager(Closing):
             count = self._cache.publish_ordered(ordered_keys)
             private = frozenset(unsaved)
             saved = [key for key in ordered_keys if key not in private] if private else ordered_keys
-            # The engine has written them itself. A store may have them soon.
-            self._drop_unread(saved)
-            for key in saved if self._absent else ():
-                self._absent.pop(key, None)
+            self._loads.note_written(saved)
             if self._on_publish:
                 self._save(saved, ordered_keys)
             elif private:
@@ -331,20 +291,17 @@ class HostStorageManager(Closing):
         checked_keys = keys_argument(keys)
         with self._recovery:
             count = self._cache.forget(checked_keys)
-            self._miss(checked_keys, "cancelled")
-            for key in checked_keys:
-                self._storage.drop(key)
-            self._remember(checked_keys, _Absence("forgotten", until=self._clock() + self._retry_seconds))
+            self._loads.forget(checked_keys)
         return count
 
     def poll(self) -> None:
         """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
         self._process.check(self)
-        if self._closed:
+        if self.closed:
             raise PoolClosed("the storage manager is closed")
         with self._recovery:
             self._storage.poll()
-            self._ask_stores()
+            self._loads.begin()
             self._save(self._adapter.victims(), ())
             self._storage.save()
             self._step_begins = True
@@ -352,7 +309,7 @@ class HostStorageManager(Closing):
     @property
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
-        return bool(self._searching) or self._storage.has_pending
+        return bool(self._loads.searching) or self._storage.has_pending
 
     def origin(self, key: bytes) -> int | None:
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
@@ -361,8 +318,8 @@ class HostStorageManager(Closing):
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
         """Return what ``HostCache.explain`` returns, and as ``trouble`` why no store has brought the key."""
-        absence = self._absent.get(key)
-        trouble = () if absence is None else (("stores", absence.reason),)
+        reason = self._loads.why_absent(key)
+        trouble = (("stores", reason),) if reason else ()
         return self._cache.explain(key, tokens)._replace(trouble=trouble)
 
     def changes(self) -> list[StoreChange]:
@@ -376,12 +333,12 @@ class HostStorageManager(Closing):
     @property
     def totals(self) -> tuple[int, int, int, int]:
         """Blocks that were loaded, missed, saved and not saved, since the storage manager was made. Fast."""
-        storage = self._storage
-        return self._loaded, self._missed.total(), storage.saved_blocks, storage.dropped.total()
+        storage, loads = self._storage, self._loads
+        return loads.loaded, loads.missed.total(), storage.saved_blocks, storage.dropped.total()
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._loads.closed
 
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
@@ -395,9 +352,7 @@ class HostStorageManager(Closing):
         """
         self._process.check(self)
         with self._recovery:
-            self._cancel()
-            self._absent.clear()
-            self._storage.forget_requests()
+            self._loads.clear()
             self._storage.give_up("cancelled")
             for worker in self._workers:
                 # Saves that have begun end with it.
@@ -410,19 +365,19 @@ class HostStorageManager(Closing):
     def stats(self) -> HostStorageManagerStats:
         """A snapshot. Not for every step."""
         self._process.check(self)
-        storage, coming = self._storage, self._storage.coming
-        self._drop_evicted()
+        storage, loads, coming = self._storage, self._loads, self._storage.coming
+        self._loads.drop_evicted()
         unsaved: Counter[str] = Counter()
         dropped = storage.not_saved(self._adapter.lost)
         for (_, reason), count in dropped.items():
             unsaved[reason] += count
         return HostStorageManagerStats(
-            self._asked,
-            self._loaded,
-            dict(+self._missed),
+            loads.asked,
+            loads.loaded,
+            dict(+loads.missed),
             storage.saved_blocks,
             dict(unsaved),
-            len(self._searching),
+            len(loads.searching),
             len(coming),
             sum(loading.over for loading in coming.values()),
             self._adapter.pinned,
@@ -431,7 +386,7 @@ class HostStorageManager(Closing):
             tuple(worker.stats() for worker in self._workers),
             dict(dropped),
             {worker.name: worker.health.stats() for worker in self._workers},
-            self._refused,
+            loads.refused,
             len(storage.unread),
         )
 
@@ -453,8 +408,8 @@ class HostStorageManager(Closing):
         """
         self._process.check(self)
         with self._recovery:
-            self._closed = True
-            self._cancel()
+            self._loads.closed = True
+            self._loads.cancel()
             self._storage.give_up("cancelled")
         over = self._storage.close(timeout, tell=not self._cache.closed)
         if over:
@@ -478,205 +433,11 @@ class HostStorageManager(Closing):
 
     def _recover(self) -> None:
         """Give up what is under way: a signal handler has raised in a call."""
-        self._cancel()
+        self._loads.cancel()
         self._storage.recover()
 
     def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
         self._storage.enqueue(keys, partial(self._adapter.to_save, prompt))
-
-    # -- keys that the cache does not have -----------------------------------------------------------
-
-    def _answers(self, keys: Sequence[bytes], states: Sequence[int], hit: str) -> list[int]:
-        """What ``find`` says of keys of a hit that are not HERE. ``states``: what the cache says. Stores are asked for
-        what is not known yet."""
-        self._drop_unread(keys)
-        said = list(map(self._known, keys, states))
-        self._ask([*dict.fromkeys(key for key, known in zip(keys, said, strict=True) if known is None)], hit)
-        answers = []
-        for key, known in zip(keys, said, strict=True):
-            searched = key in self._searching
-            if searched or known == HostCache.PENDING and key in self._storage.coming:
-                self._storage.want(key, hit)
-            answers.append(known if known is not None else HostCache.PENDING if searched else HostCache.ABSENT)
-        return answers
-
-    def _known(self, key: bytes, state: int) -> int | None:
-        """What is said of a key; None if the stores are to be asked."""
-        if state == HostCache.PENDING:
-            loading = self._storage.coming.get(key)
-            return HostCache.ABSENT if loading is not None and loading.over else state
-        if key in self._searching:
-            return HostCache.PENDING
-        absence = self._absent.get(key)
-        return HostCache.ABSENT if absence and absence.read(key, self._clock(), self._retry_seconds) else None
-
-    def _drop_evicted(self) -> None:
-        """Stop counting unread blocks that the cache no longer has: they occupy no room."""
-        forgotten = self._cache.forgotten_blocks
-        if forgotten != self._forgotten_before:
-            self._forgotten_before = forgotten
-            unread = list(self._storage.unread)
-            self._drop_unread(compress(unread, (self._cache.lookup(unread) != HostCache.HERE).tolist()))
-
-    def _drop_unread(self, keys: Iterable[bytes]) -> None:
-        """Stop counting those of the keys that count as unread. They were evicted since they came."""
-        for key in keys if self._storage.unread else ():
-            if key in self._storage.unread:
-                self._storage.drop(key)
-
-    def _free(self, wanted: int) -> int:
-        """Return how many blocks may be loaded now. The cache is searched for evicted ones only if that is fewer than
-        ``wanted``, since the search takes time for each unread block."""
-        if self._storage.free < wanted:
-            self._drop_evicted()
-        return self._storage.free
-
-    def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
-        for key in keys:
-            self._absent.pop(key, None)
-            self._absent[key] = absence
-        while len(self._absent) > ASKED_MAX:
-            self._absent.popitem(last=False)
-
-    def _cancel(self) -> None:
-        """Give up the keys that are looked for."""
-        self._missed["cancelled"] += len(self._searching)
-        self._searching.clear()
-        self._lines.clear()
-
-    def _ask_stores(self) -> None:
-        """Load keys that stores are known to have, and ask them for others."""
-        lines, self._lines = self._lines, {}
-        for (number, is_stored, hit), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
-            # A load from before a ``clear`` may have brought one of them.
-            left = [key for key in keys if key in self._searching]
-            if is_stored:
-                self._miss([key for key in left if not self._storage.wanted(key)], "cancelled", remember=False)
-                left = [key for key in left if key in self._searching]
-            if not left:
-                continue
-            if not is_stored:
-                found = partial(self._found, hit)
-                self._storage.search(Search(self._deadline(left), found, self._miss), left, number)
-            elif not self._storage.waits(number, hit, self._free(len(left)), len(left)):
-                self._load(number, left)
-            elif self._clock() < self._deadline(left) - self._seconds * (1 - ROOM_SHARE):
-                self._lines[number, True, hit] = left
-            else:
-                self._storage.end_wait(hit)
-                self._miss(left, "crowded", remember=False)
-
-    def _ask(self, keys: Sequence[bytes], hit: str) -> None:
-        """Look up keys of a hit in the stores. A store with an index in memory answers for the first keys at once, so
-        that a request learns in this step that its prefix is not there. While there is no room, and the hit cannot wait
-        for it, no store is asked."""
-        if not keys:
-            return
-        is_open = not self._closed and (self._free(1) or self._storage.may_wait(hit))
-        room = max(0, ASKED_MAX - len(self._searching)) if is_open else 0
-        self._refused += len(keys[room:])
-        self._asked += len(keys[:room])
-        left, later = keys[: min(room, NOW_MAX)], keys[NOW_MAX:room]
-        for number in range(len(self._workers)):
-            codes = self._storage.find_now(number, left) if left else None
-            if codes is None:
-                self._line_up(number, False, left, hit)
-                left = []
-                break
-            stored = (codes == OK).tolist()
-            self._line_up(number, True, list(compress(left, stored)), hit)
-            left = [key for key, ok in zip(left, stored, strict=True) if not ok]
-        self._line_up(0, False, later, hit)
-        if left:
-            self._missed["absent"] += len(left)
-            self._remember(left, _Absence("absent", until=self._clock() + self._retry_seconds))
-
-    def _line_up(self, number: int, is_stored: bool, keys: Sequence[bytes], hit: str) -> None:
-        """Have the next ``poll`` ask a store for keys, or load them."""
-        if keys:
-            self._lines.setdefault((number, is_stored, hit), []).extend(keys)
-            self._searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
-
-    def _found(self, hit: str, number: int, keys: Sequence[bytes], job: StoreRequest) -> list[bytes]:
-        """A store has returned which keys of a hit it has. The next ``_ask_stores`` loads them. Returns those that the
-        next store is asked for."""
-        # A key that is not looked for any more was dropped by ``clear``.
-        answers = [(key, ok) for key, ok in zip(keys, job.codes == OK, strict=True) if key in self._searching]
-        stored = [key for key, ok in answers if ok]
-        if stored:
-            self._lines.setdefault((number, True, hit), []).extend(stored)
-        if number + 1 < len(self._workers):
-            return [key for key, ok in answers if not ok]
-        self._miss_by_code(keys, job)
-        return []
-
-    def _miss(self, keys: Iterable[bytes], reason: str, remember: bool = True) -> None:
-        """These keys do not come."""
-        missed = [key for key in keys if self._searching.pop(key, None) is not None]
-        for key in missed:
-            self._storage.drop(key)
-        self._missed[reason] += len(missed)
-        self._remember(missed if remember else (), _Absence(reason, missed))
-
-    def _miss_by_code(self, keys: Iterable[bytes], job: StoreRequest) -> None:
-        """Those of the keys of a job that the store has not given do not come."""
-        for code in job.counts.keys() - {CODES[OK]}:
-            self._miss(compress(keys, (job.codes == CODES.index(code)).tolist()), code)
-
-    def _deadline(self, keys: Iterable[bytes]) -> float:
-        return min(self._searching[key] for key in keys)
-
-    # -- blocks that come ----------------------------------------------------------------------------
-
-    def _load(self, number: int, keys: Sequence[bytes]) -> None:
-        """Load keys that a store has, as many as its policy takes. What has no room is missed. It may be asked for as
-        soon as what has come was read: so a prompt that is longer than the room comes window by window."""
-        end, room = self._deadline(keys), keys[: self._free(len(keys))]
-        self._miss(keys[len(room) :], "crowded", remember=False)
-        try:
-            attempt = self._storage.attempt(number, len(room), spare=self._spare()) if room else None
-        except BaseException:  # of a policy, or of what says how busy the engine is: others than the pool's own
-            self._miss(room, "failed")
-            raise
-        if attempt is not None:
-            self._miss(room[attempt.load.blocks :], "declined")
-            room, end = room[: attempt.load.blocks], min(end, attempt.until)
-        try:
-            loading = self._storage.load(number, room, end, attempt, self._came, self._returned)
-        except StoreBusy:
-            loading = None
-            self._miss(room, "busy")
-        if loading is None and attempt is not None and attempt.load.blocks:
-            attempt.end(self._clock(), told=False)
-        # Keys of an older load may be on their way, and end with this one all the same.
-        for key in self._searching.keys() & set(keys).difference(() if loading is None else loading.blocks):
-            if self._cache.find(key) == HostCache.ABSENT:
-                self._miss([key], "crowded")
-            else:
-                # It may be asked for as soon as it is gone again.
-                del self._searching[key]
-                self._missed["taken"] += 1
-                if key not in self._storage.coming:
-                    self._storage.drop(key)
-
-    def _came(self, loading: Loading[bytes]) -> None:
-        """A load is done. What has come can be found."""
-        job = loading.job
-        if loading.over:
-            return  # a signal handler has raised
-        for key in self._storage.enter(loading, job.codes == OK):
-            # ``clear`` drops a block that comes after it.
-            if self._searching.pop(key, None) is None:
-                self._storage.drop(key)
-            else:
-                self._loaded += 1
-        self._miss_by_code(loading.blocks, job)
-        if loading.attempt is not None:
-            loading.attempt.end(self._clock(), told="cancelled" not in job.counts)
-
-    def _returned(self, loading: Loading[bytes]) -> None:
-        """No call can write to the blocks of a load any more. Those that have not come are given back."""
-        self._storage.give_back(loading, loading.job)
 
 
 def _share(name: str, share: object, blocks: int) -> int:

@@ -1,0 +1,52 @@
+"""Forgotten: what became of content that a pool and its stores were to forget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from kvpool.storage.store_requests import StoreRequest
+
+
+class Forgotten:
+    """What became of ``StorageManager.forget`` or ``StorageManager.clear``. Thread-safe.
+
+    ``blocks``: how many contents the pool has forgotten; None after ``clear``.
+
+    A store that is down is told again until it has confirmed, as long as the storage manager lives. Meanwhile the
+    storage manager finds, loads and saves nothing of it there. Nothing of this outlives the storage manager: if it ends
+    before a store has confirmed, the store may have the content, and so the next storage manager must forget it again.
+    """
+
+    def __init__(self, blocks: int | None, drops: Mapping[str, StoreRequest]) -> None:
+        self.blocks, self._drops = blocks, dict(drops)
+
+    @property
+    def stores(self) -> dict[str, int | None]:
+        """For each store how many blocks it has dropped, or None while it has not confirmed that all are gone."""
+        return {name: job.dropped if _is_confirmed(job) else None for name, job in self._drops.items()}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The last error of each store that has not confirmed and gave one."""
+        return {name: job.error for name, job in self._drops.items() if job.error and not _is_confirmed(job)}
+
+    @property
+    def done(self) -> bool:
+        """Whether all stores have confirmed. What a disk has confirmed does not come back after a crash either."""
+        return all(map(_is_confirmed, self._drops.values()))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all stores have confirmed, at most ``timeout`` seconds, or until the storage manager is closed.
+        Returns whether they have."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for job in self._drops.values():
+            job.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return self.done
+
+    def __repr__(self) -> str:
+        return f"Forgotten(blocks={self.blocks}, stores={self.stores})"
+
+
+def _is_confirmed(job: StoreRequest) -> bool:
+    return job.ok == len(job.codes)
