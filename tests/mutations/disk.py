@@ -65,7 +65,7 @@ MUTATIONS = (
         "zip(reversed(keys), reversed(macs), strict=True)",
         "zip(keys, macs, strict=True)",
         "What is left of a prompt cannot be used.",
-        (f"{BLOCKS}test_the_least_recently_used_goes_first_and_of_one_call_the_last",),
+        (f"{BLOCKS}test_a_store_evicts_as_an_lru_with_limits_through_restarts",),
     ),
     Mutation(
         "a_load_is_no_use",
@@ -74,8 +74,8 @@ MUTATIONS = (
         "",
         "What everybody loads is evicted.",
         (
-            f"{BLOCKS}test_the_least_recently_used_goes_first_and_of_one_call_the_last",
-            f"{BLOCKS}test_a_restart_keeps_the_order_of_last_use",
+            f"{BLOCKS}test_a_store_evicts_as_an_lru_with_limits_through_restarts",
+            f"{BLOCKS}test_a_store_evicts_as_an_lru_with_limits_through_restarts",
         ),
     ),
     Mutation(
@@ -151,7 +151,7 @@ MUTATIONS = (
         "int(self.used.max(initial=0))",
         "0",
         "After a restart, what is used goes before what is not.",
-        (f"{BLOCKS}test_what_is_used_after_a_restart_is_newer_than_all_before",),
+        (f"{BLOCKS}test_a_store_evicts_as_an_lru_with_limits_through_restarts",),
     ),
     Mutation(
         "others_can_read_the_folder",
@@ -168,8 +168,8 @@ MUTATIONS = (
         "False",
         "One tenant pushes out the blocks of all others.",
         (
-            f"{BLOCKS}test_a_namespace_at_its_limit_evicts_its_own_oldest",
-            f"{BLOCKS}test_a_limit_counts_what_was_saved_before_it_and_before_a_restart",
+            f"{BLOCKS}test_a_store_evicts_as_an_lru_with_limits_through_restarts",
+            f"{BLOCKS}test_a_store_evicts_as_an_lru_with_limits_through_restarts",
         ),
     ),
     Mutation(

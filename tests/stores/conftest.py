@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,6 +40,19 @@ def faulty() -> Faulty:
     from tests.stores.disk_lab import Faulty
 
     return Faulty()
+
+
+@pytest.fixture
+def disk(tmp_path: Path, faulty: Faulty) -> Callable[..., StoreWorker]:
+    """Opens a queue over a disk store with room for that many blocks, on the system of the test."""
+    from kvpool.storage.backends.disk import DiskStore
+    from tests.stores.lab import BLOCK_BYTES, IDENTITY, open_queue
+
+    def build(blocks: int | None = None, name: str = "store", identity: Any = IDENTITY, **options: Any) -> StoreWorker:
+        store = DiskStore(tmp_path / name, blocks and blocks * BLOCK_BYTES, system=faulty.system)
+        return open_queue(store, identity, **options)
+
+    return build
 
 
 @pytest.fixture

@@ -16,9 +16,11 @@ from tests.stores.lab import (
     OTHER,
     Gate,
     Wrong,
+    codes_of,
     content,
     done,
     fill,
+    keys_of,
     names,
     open_queue,
     returned,
@@ -36,14 +38,14 @@ class StoreContract:
     def test_what_was_saved_is_found_and_loaded_byte_for_byte(self, make: Open) -> None:
         with open_queue(make(32)) as queue:
             keys = saved(queue, 20)
-            assert done(queue.find(queue.secret.derive_keys(names(24)))).codes.tolist() == [OK] * 20 + [ABSENT] * 4
+            assert done(queue.find(keys_of(queue, 24))).codes.tolist() == [OK] * 20 + [ABSENT] * 4
             assert returned(queue.load(keys, np.arange(30, 50))).ok == 20
             for number in range(20):
                 assert np.array_equal(queue.memory[30 + number], content(number))
 
     def test_a_block_that_is_not_there_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
-            assert done(queue.load(queue.secret.derive_keys(names(3)), np.arange(3))).codes.tolist() == [ABSENT] * 3
+            assert done(queue.load(keys_of(queue, 3), np.arange(3))).codes.tolist() == [ABSENT] * 3
 
     def test_other_bytes_under_a_key_that_is_there_are_not_an_error(self, make: Open) -> None:
         """Two workers may compute a block with other rounding."""
@@ -61,15 +63,15 @@ class StoreContract:
             first, other = (BlockNames(names(3), contexts=[b"same", context, b"same"]) for context in (b"one", b"two"))
             returned(queue.save(first, np.arange(3)))
             assert returned(queue.load(first, np.arange(10, 13))).ok == 3
-            assert returned(queue.load(other, np.arange(10, 13))).codes.tolist() == [OK, DAMAGED, OK]
+            assert codes_of(queue.load(other, np.arange(10, 13))) == [OK, DAMAGED, OK]
             assert queue.stats().blocks["load", "damaged"] == 1
-            assert returned(queue.load(first, np.arange(10, 13))).codes.tolist() == [OK, ABSENT, OK], "it is dropped"
+            assert codes_of(queue.load(first, np.arange(10, 13))) == [OK, ABSENT, OK], "it is dropped"
 
     def test_the_secret_is_known_before_the_store_is_opened(self, make: Open) -> None:
         store = make(8)
         known = store.secret
         with open_queue(store) as queue:
-            keys = queue.secret.derive_keys(names(2))
+            keys = keys_of(queue, 2)
             assert store.secret == known and np.array_equal(Secret(known, IDENTITY).derive_keys(names(2)), keys)
 
     def test_what_is_forgotten_is_absent(self, make: Open) -> None:
@@ -99,7 +101,7 @@ class StoreContract:
                 returned(queue.save(keys, np.arange(2)))
                 done(queue.reset())
                 for _ in range(2):
-                    assert returned(queue.load(keys, np.arange(4, 6))).codes.tolist() == [ABSENT] * 2
+                    assert codes_of(queue.load(keys, np.arange(4, 6))) == [ABSENT] * 2
                     returned(queue.save(other, np.arange(2)))
                     assert returned(queue.load(other, np.arange(4, 6))).ok == 2
                     done(queue.reset())
@@ -123,7 +125,7 @@ class StoreContract:
         wrong, gate = Wrong(make(16)), Gate()
         with open_queue(wrong) as queue:
             wrong.before["save"], wrong.deaf = gate, True
-            keys = queue.secret.derive_keys(names(4))
+            keys = keys_of(queue, 4)
             saving = queue.save(keys, np.arange(4))
             assert gate.reached.wait(600)
             dropped = queue.clear() if clears else queue.forget(keys)
@@ -137,24 +139,24 @@ class StoreContract:
             codes = []
             for first in range(0, 48, 8):
                 fill(queue.memory, 8, first)
-                job = returned(queue.save(queue.secret.derive_keys(names(8, first)), np.arange(8)))
+                job = returned(queue.save(keys_of(queue, 8, first), np.arange(8)))
                 codes += job.codes.tolist()
             assert set(codes) <= {OK, REFUSED}
-            job = returned(queue.load(queue.secret.derive_keys(names(48)), np.arange(48)))
+            job = returned(queue.load(keys_of(queue, 48), np.arange(48)))
             for number in np.flatnonzero(job.codes == OK).tolist():
                 assert np.array_equal(queue.memory[number], content(number))
 
     def test_a_namespace_has_no_more_than_its_limit(self, make: Open) -> None:
         with open_queue(make(32)) as queue:
             fill(queue.memory, 20)
-            keys, tag = queue.secret.derive_keys(names(20)), queue.secret.tag(b"tenant")
+            keys, tag = keys_of(queue, 20), queue.secret.tag(b"tenant")
             for first in range(0, 20, 4):
                 returned(queue.save(keys[first : first + 4], np.arange(first, first + 4), tag=tag, limit=6))
             assert done(queue.find(keys)).ok <= 6
 
     def test_many_threads_save_and_load_at_once(self, make: Open) -> None:
         with open_queue(make(64), piece_bytes=4 * BLOCK_BYTES) as queue:
-            keys = queue.secret.derive_keys(names(16))
+            keys = keys_of(queue, 16)
             fill(queue.memory, 16)
             saves = [queue.save(keys, np.arange(16)) for _ in range(4)]
             assert all(job.wait(600, returned=True) for job in saves)
@@ -185,7 +187,7 @@ class LastingContract(StoreContract):
         with open_queue(make(32)) as queue:
             keys = saved(queue, 20)
         with open_queue(again()) as queue:
-            assert np.array_equal(queue.secret.derive_keys(names(20)), keys)
+            assert np.array_equal(keys_of(queue, 20), keys)
             assert returned(queue.load(keys, np.arange(20))).ok == 20
             for number in range(20):
                 assert np.array_equal(queue.memory[number], content(number))
@@ -196,8 +198,7 @@ class LastingContract(StoreContract):
             assert queue.forget(keys[:2]).wait(600) and queue.clear().wait(600)
             kept = saved(queue, 2, first=10)
         with open_queue(again()) as queue:
-            job = queue.load(np.concatenate([keys, kept]), np.arange(10))
-            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 8 + [OK] * 2
+            assert codes_of(queue.load(np.concatenate([keys, kept]), np.arange(10))) == [ABSENT] * 8 + [OK] * 2
 
     def test_what_is_saved_after_a_reset_is_there_after_it_was_closed(
         self, make: Open, again: Callable[[], Store]
@@ -214,7 +215,7 @@ class LastingContract(StoreContract):
                 lasts = hasattr(wrong.inner, "epoch")
             for _ in range(2):
                 with open_queue(again()) as queue:
-                    job = returned(queue.load(queue.secret.derive_keys(names(11)), np.arange(11)))
+                    job = returned(queue.load(keys_of(queue, 11), np.arange(11)))
                     if lasts:
                         assert job.codes.tolist() == [OK] * 2 + [ABSENT] * 8 + [OK]
                         assert np.array_equal(queue.memory[1], content(1))
@@ -231,7 +232,7 @@ class LastingContract(StoreContract):
         with open_queue(make(32)) as queue:
             keys = saved(queue, 4)
         with open_queue(again(), OTHER) as queue:
-            assert done(queue.find(queue.secret.derive_keys(names(4)))).codes.tolist() == [ABSENT] * 4
+            assert done(queue.find(keys_of(queue, 4))).codes.tolist() == [ABSENT] * 4
             saved(queue, 2)
             assert done(queue.clear()).dropped == 2
         with open_queue(again()) as queue:

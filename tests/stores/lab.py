@@ -161,9 +161,19 @@ def returned(job: StoreRequest) -> StoreRequest:
     return job
 
 
+def codes_of(job: StoreRequest) -> list[int]:
+    """The codes of a job, when all calls of it have returned."""
+    return returned(job).codes.tolist()
+
+
+def keys_of(queue: StoreWorker, count: int, first: int = 0) -> Bytes:
+    """The keys of blocks with these numbers."""
+    return queue.secret.derive_keys(names(count, first))
+
+
 def saved(queue: StoreWorker, count: int, first: int = 0, **options: Any) -> Bytes:
     """Save blocks of known content from the first rows. Returns their keys."""
-    keys = queue.secret.derive_keys(names(count, first))
+    keys = keys_of(queue, count, first)
     fill(queue.memory, count, first)
     job = returned(queue.save(keys, np.arange(count), **options))
     assert (job.codes == OK).all(), job.error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,27 @@ from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk.slot_index import PER_PAGE, Index, SlotTable
 from tests.stores.contract import LastingContract
 from tests.stores.disk_lab import Faulty, crash
-from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fail, fill, names, open_queue, returned, saved
+from tests.stores.lab import (
+    BLOCK_BYTES,
+    OTHER,
+    Gate,
+    codes_of,
+    content,
+    done,
+    fail,
+    fill,
+    keys_of,
+    open_queue,
+    returned,
+    saved,
+)
 
-
-def store_of(tmp_path: Path, blocks: int, faulty: Faulty | None = None, name: str = "store") -> DiskStore:
-    return DiskStore(tmp_path / name, blocks * BLOCK_BYTES, system=faulty.system if faulty else None)
+Disk = Callable[..., StoreWorker]
 
 
 def here(queue: StoreWorker, count: int, first: int = 0) -> list[int]:
     """The numbers of the blocks that are found."""
-    job = done(queue.find(queue.secret.derive_keys(names(count, first))))
+    job = done(queue.find(keys_of(queue, count, first)))
     return [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
 
 
@@ -36,65 +48,93 @@ def load(queue: StoreWorker, *numbers: int) -> None:
         assert np.array_equal(queue.memory[40 + place], content(number))
 
 
+def save(queue: StoreWorker, name: bytes, limit: int, numbers: range) -> list[int]:
+    """Save blocks in a namespace."""
+    fill(queue.memory, len(numbers), numbers.start)
+    keys, tag = keys_of(queue, len(numbers), numbers.start), queue.secret.tag(name)
+    return codes_of(queue.save(keys, np.arange(len(numbers)), tag=tag, limit=limit))
+
+
 # -- eviction ----------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_goes_first_and_of_one_call_the_last(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
-        saved(queue, 4)
-        saved(queue, 4, first=4)
-        load(queue, 0, 1)
-        saved(queue, 4, first=8)
-        assert here(queue, 12) == [0, 1, 4, 5, 8, 9, 10, 11]
-        assert queue.stats().store["evicted"] == 4
+class Lru:
+    """Which blocks a store has: the least recently used goes, of one call the last, and of a namespace at its limit one
+    of its own. The order of ``tags`` is that of uses, the oldest first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.tags = capacity, OrderedDict[int, bytes]()
+
+    def use(self, numbers: Iterable[int]) -> None:
+        for number in reversed([*numbers]):
+            if number in self.tags:
+                self.tags.move_to_end(number)
+
+    def save(self, tag: bytes, limit: int, numbers: range) -> list[int]:
+        self.use(numbers)
+        new, answers = [number for number in numbers if number not in self.tags], []
+        for number in numbers:
+            while number not in self.tags and limit:
+                own = [other for other, of in self.tags.items() if of == tag]
+                if len(own) < limit and len(self.tags) < self.capacity:
+                    self.tags[number] = tag
+                    break
+                going = [other for other in (own if len(own) >= limit else self.tags) if other not in numbers]
+                if not going:
+                    break
+                del self.tags[going[0]]
+            answers.append(OK if number in self.tags else REFUSED)
+        self.use(new)
+        return answers
 
 
-def test_saving_what_is_there_counts_as_a_use(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
-        saved(queue, 4)
-        saved(queue, 4, first=4)
-        saved(queue, 4)
-        saved(queue, 4, first=8)
-        assert here(queue, 12) == [0, 1, 2, 3, 8, 9, 10, 11]
+@pytest.mark.parametrize("seed", range(3))
+def test_a_store_evicts_as_an_lru_with_limits_through_restarts(disk: Disk, seed: int) -> None:
+    print("seed", seed)
+    chance, model, lasts = random.Random(seed), Lru(16), 1 << 40
+    limits = {b"a": [3, 5, lasts], b"b": [0, 4], b"c": [lasts]}
+    for _ in range(4):
+        with disk(16) as queue:
+            for _ in range(25):
+                (name, choice), first = chance.choice([*limits.items()]), chance.randrange(12)
+                limit = chance.choice(choice)
+                numbers = (
+                    range(first, first + chance.choice([1, 2, 4, 20])) if name == b"c" else range(first, first + 4)
+                )
+                shift = 100 * [*limits].index(name)
+                numbers = range(numbers.start + shift, numbers.stop + shift)
+                kind = chance.random()
+                there = [number for number in numbers if number in model.tags]
+                if kind < 0.6:
+                    assert save(queue, name, limit, numbers) == model.save(name, limit, numbers)
+                elif kind < 0.9 and there:
+                    chance.shuffle(there)
+                    load(queue, *there)
+                    model.use(there)
+                elif there:
+                    done(queue.forget(queue.secret.derive_keys([b"block %d" % there[0]])))
+                    del model.tags[there[0]]
+                assert [n for at in (0, 100, 200) for n in here(queue, 32, at)] == sorted(model.tags)
 
 
-def test_a_restart_keeps_the_order_of_last_use(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
-        saved(queue, 4)
-        saved(queue, 4, first=4)
-        load(queue, 1, 0)
-    with open_queue(store_of(tmp_path, 8)) as queue:
-        saved(queue, 6, first=8)
-        assert here(queue, 14) == [0, 1, 8, 9, 10, 11, 12, 13]
-
-
-def test_what_is_used_after_a_restart_is_newer_than_all_before(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
-        saved(queue, 8)
-    with open_queue(store_of(tmp_path, 8)) as queue:
-        load(queue, 6, 7)
-        saved(queue, 6, first=8)
-        assert here(queue, 14) == [6, 7, 8, 9, 10, 11, 12, 13]
-
-
-def test_a_crash_keeps_the_order_of_saves(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
+def test_a_crash_keeps_the_order_of_saves(disk: Disk, tmp_path: Path) -> None:
+    with disk(8) as queue:
         for first in (4, 0):
             saved(queue, 4, first=first)
         crash(tmp_path / "store", tmp_path / "later")
-    with open_queue(store_of(tmp_path, 8, name="later")) as queue:
+    with disk(8, "later") as queue:
         saved(queue, 4, first=8)
         assert here(queue, 12) == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
-def test_the_uses_of_a_long_run_are_written_with_later_commits(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 9)) as queue:
+def test_the_uses_of_a_long_run_are_written_with_later_commits(disk: Disk, tmp_path: Path) -> None:
+    with disk(9) as queue:
         saved(queue, 4)
         saved(queue, 4, first=4)
         load(queue, 0, 1, 2, 3)
         saved(queue, 1, first=8)
         crash(tmp_path / "store", tmp_path / "later")
-    with open_queue(store_of(tmp_path, 9, name="later")) as queue:
+    with disk(9, "later") as queue:
         saved(queue, 4, first=20)
         assert here(queue, 9) == [0, 1, 2, 3, 8]
 
@@ -112,39 +152,29 @@ def test_uses_alone_cause_no_commit_and_go_with_the_next_one() -> None:
     assert [number for number, _ in table.take(everything=True)] == [8, 9]
 
 
-def test_blocks_of_another_model_are_counted_and_go_before_older_ones_of_this(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
+def test_blocks_of_another_model_are_counted_and_go_before_older_ones_of_this(disk: Disk) -> None:
+    with disk(8) as queue:
         saved(queue, 4)
-    with open_queue(store_of(tmp_path, 8), OTHER) as queue:
+    with disk(8, identity=OTHER) as queue:
         saved(queue, 4)
-    with open_queue(store_of(tmp_path, 8)) as queue:
+    with disk(8) as queue:
         stats = queue.stats().store
         assert (stats["other_model_blocks"], stats["opened_blocks"]) == (4, 8)
         saved(queue, 3, first=4)
         assert here(queue, 7) == [0, 1, 2, 3, 4, 5, 6]
-    with open_queue(store_of(tmp_path, 8), OTHER) as queue:
+    with disk(8, identity=OTHER) as queue:
         assert here(queue, 4) == [0], "they are found again by their own model"
 
 
-def test_a_call_larger_than_the_store_keeps_its_beginning(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
-        saved(queue, 8, first=100)
-        fill(queue.memory, 20)
-        job = queue.save(queue.secret.derive_keys(names(20)), np.arange(20))
-        assert job.wait(600, returned=True) and job.codes.tolist() == [OK] * 8 + [REFUSED] * 12
-        assert here(queue, 20) == list(range(8))
-
-
-def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 4, faulty)) as queue:
+def test_a_block_that_is_read_is_not_overwritten(disk: Disk, faulty: Faulty) -> None:
+    with disk(4) as queue:
         keys, gate = saved(queue, 4), Gate()
         faulty.before["preadv"] = gate
         reading = queue.load(keys[:2], np.arange(50, 52))
         assert gate.reached.wait(600)
         done(queue.forget(keys[:1]))
         fill(queue.memory, 4, first=10)
-        job = queue.save(queue.secret.derive_keys(names(4, 10)), np.arange(4))
-        assert job.wait(600, returned=True) and job.codes.tolist() == [OK, OK, REFUSED, REFUSED]
+        assert codes_of(queue.save(keys_of(queue, 4, 10), np.arange(4))) == [OK, OK, REFUSED, REFUSED]
         gate.open()
         assert reading.wait(600, returned=True) and reading.codes.tolist() == [CANCELLED, OK], "it is forgotten"
         assert np.array_equal(queue.memory[50], content(0)) and np.array_equal(queue.memory[51], content(1))
@@ -153,42 +183,6 @@ def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty)
 
 
 # -- limits of namespaces ------------------------------------------------------------------------------
-
-
-def save_as(queue: StoreWorker, name: bytes, limit: int, count: int, first: int) -> list[int]:
-    fill(queue.memory, count, first)
-    tag = queue.secret.tag(name)
-    job = returned(queue.save(queue.secret.derive_keys(names(count, first)), np.arange(count), tag=tag, limit=limit))
-    return job.codes.tolist()
-
-
-def test_a_namespace_at_its_limit_evicts_its_own_oldest(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 32)) as queue:
-        saved(queue, 4, first=100)
-        assert save_as(queue, b"a", 4, 2, 0) + save_as(queue, b"a", 4, 2, 2) == [OK] * 4
-        load(queue, 0)
-        assert save_as(queue, b"b", 4, 4, 50) == [OK] * 4
-        assert save_as(queue, b"a", 4, 2, 4) == [OK] * 2
-        assert here(queue, 8) == [0, 2, 4, 5]
-        assert len(here(queue, 4, 50)) == len(here(queue, 4, 100)) == 4
-
-
-def test_a_limit_counts_what_was_saved_before_it_and_before_a_restart(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 32)) as queue:
-        save_as(queue, b"a", 1 << 40, 6, 0)
-    with open_queue(store_of(tmp_path, 32)) as queue:
-        assert save_as(queue, b"a", 3, 1, 6) == [OK]
-        assert here(queue, 7) == [0, 1, 6]
-        assert save_as(queue, b"a", 1 << 40, 4, 10) == [OK] * 4
-        assert save_as(queue, b"a", 3, 1, 20) == [OK]
-        assert len(here(queue, 30)) == 3
-
-
-def test_a_call_beyond_its_limit_keeps_its_beginning(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 32)) as queue:
-        assert save_as(queue, b"a", 3, 5, 0) == [OK] * 3 + [REFUSED] * 2
-        assert save_as(queue, b"b", 0, 2, 10) == [REFUSED] * 2
-        assert here(queue, 12) == [0, 1, 2]
 
 
 def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limits() -> None:
@@ -213,26 +207,26 @@ def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limi
     save(keys[1], staying)
     tracemalloc.start()
     try:
-        come_and_go(range(1, 3_000))
+        come_and_go(range(1, 1_000))
         before, _ = tracemalloc.get_traced_memory()
-        come_and_go(range(3_000, 12_000))
+        come_and_go(range(1_000, 4_000))
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 9_000 * 64, "nothing is kept for 9,000 namespaces that have left"
+    assert after - before < 3_000 * 64, "nothing is kept for 3,000 namespaces that have left"
     save(keys[2], staying)
     assert [index.has(key) for key in keys] == [False, True, True]
 
 
-def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 32, faulty)) as queue:
-        assert save_as(queue, b"a", 4, 4, 0) == [OK] * 4
-        assert queue.forget(queue.secret.derive_keys(names(2))).wait(600)
+def test_forgotten_and_failed_blocks_do_not_count(disk: Disk, faulty: Faulty) -> None:
+    with disk(32) as queue:
+        assert save(queue, b"a", 4, range(0, 4)) == [OK] * 4
+        assert queue.forget(keys_of(queue, 2)).wait(600)
 
         faulty.before["pwritev"] = fail
-        save_as(queue, b"a", 4, 2, 10)
+        save(queue, b"a", 4, range(10, 12))
         del faulty.before["pwritev"]
-        assert save_as(queue, b"a", 4, 2, 20) == [OK] * 2
+        assert save(queue, b"a", 4, range(20, 22)) == [OK] * 2
         assert here(queue, 30) == [2, 3, 20, 21]
         assert queue.stats().store["evicted"] == 0
 
@@ -240,11 +234,11 @@ def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty
 # -- calls that share a commit ---------------------------------------------------------------------------
 
 
-def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 64, faulty), piece_bytes=BLOCK_BYTES) as queue:
+def test_saves_that_wait_share_one_commit(disk: Disk, faulty: Faulty) -> None:
+    with disk(64, piece_bytes=BLOCK_BYTES) as queue:
         gate = faulty.before["fdatasync"] = Gate()
         fill(queue.memory, 8)
-        keys = queue.secret.derive_keys(names(8))
+        keys = keys_of(queue, 8)
         first = queue.save(keys[:1], np.arange(1))
         assert gate.reached.wait(600)
         written = threading.Semaphore(0)
@@ -260,9 +254,9 @@ def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> Non
         assert 2 <= queue.stats().store["commits"] <= 3 and faulty.count["fdatasync"] == faulty.count["COMMIT"] - 1
 
 
-def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, faulty: Faulty) -> None:
+def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(disk: Disk, faulty: Faulty) -> None:
     """The kernel reports a failure once. What was written before it may be lost, and the next sync succeeds."""
-    with open_queue(store_of(tmp_path, 64, faulty)) as queue:
+    with disk(64) as queue:
         gate = Gate()
 
         def fail_once() -> None:
@@ -272,7 +266,7 @@ def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, fa
 
         faulty.before["fdatasync"] = fail_once
         fill(queue.memory, 2)
-        keys = queue.secret.derive_keys(names(2))
+        keys = keys_of(queue, 2)
         jobs = [queue.save(keys[:1], np.arange(1))]
         assert gate.reached.wait(600)
         written = threading.Event()
@@ -287,11 +281,11 @@ def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, fa
         saved(queue, 2)
 
 
-def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 8, faulty)) as queue:
+def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(disk: Disk, faulty: Faulty) -> None:
+    with disk(8) as queue:
         gate = faulty.before["fdatasync"] = Gate()
         fill(queue.memory, 1)
-        keys = queue.secret.derive_keys(names(1))
+        keys = keys_of(queue, 1)
         jobs = [queue.save(keys, np.arange(1)) for _ in range(3)]
         assert gate.reached.wait(600)
         assert not any(job.done for job in jobs) and queue.load(keys, np.arange(9, 10)).wait(600)
@@ -300,17 +294,17 @@ def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_p
         assert faulty.count["pwritev"] == 1
 
 
-def test_a_key_twice_in_one_call_is_saved_once(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 8)) as queue:
+def test_a_key_twice_in_one_call_is_saved_once(disk: Disk) -> None:
+    with disk(8) as queue:
         fill(queue.memory, 1)
-        key = queue.secret.derive_keys(names(1))
+        key = keys_of(queue, 1)
         job = queue.save(np.concatenate([key, key]), np.array([0, 0]))
         assert job.wait(600, returned=True) and job.ok == 2 and queue.stats().store["blocks"] == 1
         assert returned(queue.load(np.concatenate([key, key]), np.array([3, 4]))).ok == 2
 
 
-def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 8, faulty)) as queue:
+def test_another_call_takes_over_when_a_save_of_the_same_key_fails(disk: Disk, faulty: Faulty) -> None:
+    with disk(8) as queue:
         gate = Gate()
 
         def fail_once() -> None:
@@ -320,7 +314,7 @@ def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Pat
 
         faulty.before["pwritev"] = fail_once
         fill(queue.memory, 1)
-        keys = queue.secret.derive_keys(names(1))
+        keys = keys_of(queue, 1)
         jobs = [queue.save(keys, np.arange(1)) for _ in range(2)]
         assert gate.reached.wait(600)
         gate.open()
@@ -328,8 +322,8 @@ def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Pat
         assert sorted(job.ok for job in jobs) == [0, 1] and here(queue, 1) == [0]
 
 
-def test_a_call_that_nobody_waits_for_stops_between_blocks(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 64, faulty)) as queue:
+def test_a_call_that_nobody_waits_for_stops_between_blocks(disk: Disk, faulty: Faulty) -> None:
+    with disk(64) as queue:
         saved(queue, 8)
         gate, keys = Gate(), queue.secret.derive_keys([b"block %d" % number for number in (0, 2, 4, 6)])
         faulty.before["preadv"] = gate
@@ -344,8 +338,8 @@ def test_a_call_that_nobody_waits_for_stops_between_blocks(tmp_path: Path, fault
 # -- capacity --------------------------------------------------------------------------------------------
 
 
-def test_neighbours_are_read_and_written_by_one_call(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 64, faulty)) as queue:
+def test_neighbours_are_read_and_written_by_one_call(disk: Disk, faulty: Faulty) -> None:
+    with disk(64) as queue:
         saved(queue, 8)
         load(queue, *range(8))
         assert faulty.count["pwritev"] == faulty.count["preadv"] == 1
@@ -355,15 +349,15 @@ def test_neighbours_are_read_and_written_by_one_call(tmp_path: Path, faulty: Fau
         assert faulty.count["preadv"] == 4
 
 
-def test_another_capacity_keeps_what_fits(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 64)) as queue:
+def test_another_capacity_keeps_what_fits(disk: Disk, tmp_path: Path) -> None:
+    with disk(64) as queue:
         saved(queue, 60)
-    with open_queue(store_of(tmp_path, 50)) as queue:
+    with disk(50) as queue:
         stats = queue.stats().store
         assert stats["capacity"] == stats["opened_blocks"] == 50 and stats["dropped_rows"] == 10
         assert len(here(queue, 60)) == 50
         assert (tmp_path / "store" / "slab").stat().st_size == 50 * BLOCK_BYTES
-    with open_queue(store_of(tmp_path, 200)) as queue:
+    with disk(200) as queue:
         assert len(here(queue, 60)) == 50
         saved(queue, 60, first=1000)
         assert queue.stats().store["blocks"] == 110
@@ -371,20 +365,22 @@ def test_another_capacity_keeps_what_fits(tmp_path: Path) -> None:
         assert queue.stats().store["capacity"] == 200, "without a capacity it stays as it is"
 
 
-def test_the_slab_is_allocated_when_the_store_is_opened(tmp_path: Path) -> None:
-    with open_queue(store_of(tmp_path, 512)):
+def test_the_slab_is_allocated_when_the_store_is_opened(disk: Disk, tmp_path: Path) -> None:
+    with disk(512):
         status = (tmp_path / "store" / "slab").stat()
         assert status.st_size == 512 * BLOCK_BYTES <= status.st_blocks * 512
 
 
-def test_a_block_that_is_absent_costs_no_read(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 8, faulty)) as queue:
-        job = queue.load(np.zeros((3, 32), np.uint8), np.arange(3))
-        assert job.wait(600) and job.codes.tolist() == [ABSENT] * 3 and "preadv" not in faulty.count
+def test_a_block_that_is_absent_costs_no_read(disk: Disk, faulty: Faulty) -> None:
+    with disk(8) as queue:
+        assert (
+            codes_of(queue.load(np.zeros((3, 32), np.uint8), np.arange(3))) == [ABSENT] * 3
+            and "preadv" not in faulty.count
+        )
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path, faulty: Faulty, seed: int) -> None:
+def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(disk: Disk, faulty: Faulty, seed: int) -> None:
     """Saves, loads and forgets of the same 40 keys on 12 slots, while one write and one commit of ten fail."""
     print("seed", seed)
     chance = random.Random(seed)
@@ -393,7 +389,7 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
         if chance.random() < 0.1:
             raise OSError(5, "I/O error")
 
-    with open_queue(store_of(tmp_path, 12, faulty), piece_bytes=3 * BLOCK_BYTES) as queue:
+    with disk(12, piece_bytes=3 * BLOCK_BYTES) as queue:
         faulty.before.update(pwritev=sometimes, fdatasync=sometimes)
         fill(queue.memory, 40)
         jobs, tags = [], [queue.secret.tag(name) for name in (b"a", b"b")]
@@ -416,7 +412,7 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
         assert queue.stats().store["blocks"] == len(here(queue, 40)) <= 12
         load(queue, *here(queue, 40))
         assert queue.stats().store["io_errors"]
-    with open_queue(store_of(tmp_path, 12)) as queue:
+    with disk(12) as queue:
         load(queue, *here(queue, 40))
         saved(queue, 12, first=100)
         assert here(queue, 12, 100) == list(range(100, 112)), "no slot is lost"

@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,12 @@ from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
     Gate,
+    codes_of,
     content,
     done,
+    fail,
     fill,
+    keys_of,
     memory,
     names,
     open_queue,
@@ -58,13 +61,13 @@ def test_a_save_that_fails_loses_nothing_and_later_ones_go_on(
         keys = saved(queue, 4)
         faulty.before[name] = raising(error)
         fill(queue.memory, 4, first=4)
-        job = returned(queue.save(queue.secret.derive_keys(names(4, 4)), np.arange(4)))
+        job = returned(queue.save(keys_of(queue, 4, 4), np.arange(4)))
         assert job.codes.tolist() == [FAILED] * 4
         text = "database" if error is FULL else "disk I/O" if error is BROKEN else os.strerror(error.errno)  # type: ignore
         assert text in job.error
         assert queue.stats().store["io_errors"] == 1 and queue.stats().store["blocks"] == 4
         del faulty.before[name]
-        assert done(queue.find(queue.secret.derive_keys(names(8)))).ok == 4
+        assert done(queue.find(keys_of(queue, 8))).ok == 4
         assert returned(queue.load(keys, np.arange(10, 14))).ok == 4
         saved(queue, 20, first=8)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
@@ -75,9 +78,9 @@ def test_a_save_that_fails_loses_nothing_and_later_ones_go_on(
 @pytest.mark.parametrize("name", ["fdatasync", "COMMIT"])
 def test_slots_of_saves_that_failed_are_used_again(store: DiskStore, faulty: Faulty, name: str) -> None:
     with open_queue(store) as queue:
-        faulty.before[name] = raising(FULL if name == "COMMIT" else OSError(errno.EIO, "I/O error"))
+        faulty.before[name] = raising(FULL) if name == "COMMIT" else fail
         for first in range(0, 320, 32):
-            assert not returned(queue.save(queue.secret.derive_keys(names(32, first)), np.arange(32))).ok
+            assert not returned(queue.save(keys_of(queue, 32, first), np.arange(32))).ok
         del faulty.before[name]
         saved(queue, 32, first=1000)
         assert queue.stats().store["blocks"] == 32 and queue.stats().store["evicted"] == 0
@@ -112,8 +115,8 @@ def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_aft
     """Nothing is there to forget, but the row is not cleared durably yet."""
     with open_queue(store) as queue:
         keys = saved(queue, 32)
-        faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error"))
-        assert not returned(queue.save(queue.secret.derive_keys(names(4, 100)), np.arange(4))).ok
+        faulty.before["pwritev"] = fail
+        assert not returned(queue.save(keys_of(queue, 4, 100), np.arange(4))).ok
         listed = done(queue.find(keys))
         assert listed.codes.tolist().count(ABSENT) == 4
         dropped = done(queue.forget(keys[listed.codes == ABSENT]))
@@ -126,15 +129,8 @@ def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_aft
 def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Faulty) -> None:
     with open_queue(store) as queue:
         keys = saved(queue, 8)[[0, 2, 4, 6]]
-        reads = iter([None, OSError(errno.EIO, "I/O error"), None, None])
-
-        def second() -> None:
-            error = next(reads)
-            if error:
-                raise error
-
-        faulty.before["preadv"] = second
-        assert returned(queue.load(keys, np.arange(20, 24))).codes.tolist() == [OK, FAILED, OK, OK]
+        faulty.before["preadv"] = lambda: fail() if faulty.count["preadv"] == 2 else None
+        assert codes_of(queue.load(keys, np.arange(20, 24))) == [OK, FAILED, OK, OK]
         assert queue.stats().store["io_errors"] == 1
         del faulty.before["preadv"]
         assert returned(queue.load(keys, np.arange(20, 24))).ok == 4
@@ -142,16 +138,11 @@ def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Fault
 
 def test_a_call_that_does_a_part_is_made_again(tmp_path: Path) -> None:
     """The kernel may read or write fewer bytes than it was asked for."""
-    faulty = Faulty()
-    system = faulty.system
 
-    def part(call: object) -> object:
-        def few(fd: int, views: list[memoryview], place: int) -> int:
-            return call(fd, [views[0][:512]], place)  # type: ignore[operator]
+    def part(call: Callable[..., int]) -> Callable[..., int]:
+        return lambda fd, views, place: call(fd, [views[0][:512]], place)
 
-        return few
-
-    small = type(system)(preadv=part(os.preadv), pwritev=part(os.pwritev))  # type: ignore[arg-type]
+    small = System(preadv=part(os.preadv), pwritev=part(os.pwritev))
     with open_queue(DiskStore(tmp_path / "store", CAPACITY, system=small)) as queue:
         keys = saved(queue, 5)
         assert returned(queue.load(keys, np.arange(20, 25))).ok == 5
@@ -263,7 +254,7 @@ def test_a_file_system_that_becomes_full(small: Path) -> None:
                 rest.flush()
         for first in range(0, 1280, 64):
             fill(queue.memory, 64, first)
-            job = returned(queue.save(queue.secret.derive_keys(names(64, first)), np.arange(64)))
+            job = returned(queue.save(keys_of(queue, 64, first), np.arange(64)))
             failed += int(np.count_nonzero(job.codes == FAILED))
             kept += [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
         assert failed and queue.stats().store["io_errors"]

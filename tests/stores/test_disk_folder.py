@@ -27,18 +27,13 @@ from kvpool.storage.backends.disk import folder as folder_module
 from kvpool.storage.backends.disk.database import VERSION
 from kvpool.storage.backends.disk.slab import System
 from kvpool.storage.store import Space
-from tests.stores.lab import BLOCK_BYTES, memory, names, open_queue, returned, saved
+from tests.children import in_child
+from tests.stores.lab import BLOCK_BYTES, codes_of, keys_of, memory, open_queue, raising, saved
 
 SPACE = Space(bytes(16), memory(4))
 CAPACITY = 8 * BLOCK_BYTES
 
-OPENS = """
-import sys
-from kvpool.storage.store import Space
-from kvpool.storage.backends.disk import DiskStore
-import numpy as np
-DiskStore(sys.argv[1], 8 * 4096).open(Space(bytes(16), np.zeros((4, 4096), np.uint8)))
-"""
+FULL = System(posix_fallocate=raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
 
 
 def opened(path: Path) -> DiskStore:
@@ -138,9 +133,8 @@ def test_a_second_store_of_this_process_is_refused_and_the_first_goes_on(tmp_pat
             with pytest.raises(BlockingIOError, match=str(os.getpid())):
                 opened(tmp_path / "store")
         # The failed attempts have not ended the first store's lock.
-        command = [sys.executable, "-c", OPENS, str(tmp_path / "store")]
-        other = subprocess.run(command, capture_output=True, text=True)
-        assert other.returncode and f"a store of process {os.getpid()} has this folder" in other.stderr
+        message = f"a store of process {os.getpid()} has this folder"
+        in_child(lambda: pytest.raises(BlockingIOError, opened, tmp_path / "store").match(message))
         saved(queue, 2)
     opened(tmp_path / "store").close()
 
@@ -176,14 +170,11 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, for
 
 
 def test_what_could_not_be_opened_leaves_no_folder_and_no_file(tmp_path: Path) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     empty = tmp_path / "empty"
     empty.mkdir(0o700)
     for path in (tmp_path / "new", empty):
         with pytest.raises(OSError, match="the slab takes"):
-            DiskStore(path, CAPACITY, system=System(posix_fallocate=full)).open(SPACE)
+            DiskStore(path, CAPACITY, system=FULL).open(SPACE)
         with pytest.raises(ValueError, match="capacity"):
             DiskStore(path, 1).open(SPACE)
     assert os.listdir(tmp_path) == ["empty"] and not os.listdir(empty)
@@ -236,10 +227,7 @@ def test_a_disk_that_is_full_at_any_step_keeps_nothing_of_the_attempt(
 
 @pytest.mark.parametrize("why", ["full", "too large"])
 def test_a_store_that_gave_its_secret_and_cannot_be_opened_leaves_nothing(tmp_path: Path, why: str) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    store = DiskStore(tmp_path / "new", CAPACITY, system=System(posix_fallocate=full))
+    store = DiskStore(tmp_path / "new", CAPACITY, system=FULL)
     if why == "too large":
         store = DiskStore(tmp_path / "new", 900 << 40)
     assert len(store.secret) == 32 and (tmp_path / "new").is_dir()
@@ -287,8 +275,7 @@ def test_a_folder_that_has_gone_is_said_once_counted_and_not_saved_into(
         assert not queue.stats().store["folder_gone"]
         GONE[kind](folder)
         for count in (1, 2):
-            job = queue.save(queue.secret.derive_keys(names(2, 10)), np.arange(2))
-            assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED, FAILED]
+            assert codes_of(queue.save(keys_of(queue, 2, 10), np.arange(2))) == [FAILED, FAILED]
             assert queue.stats().store["folder_gone"] == count
         warnings = [
             record
@@ -296,7 +283,7 @@ def test_a_folder_that_has_gone_is_said_once_counted_and_not_saved_into(
             if "removed or replaced" in record.message and record.name.endswith("disk_store")
         ]
         assert len(warnings) == 1 and warnings[0].levelname == "WARNING"
-        job = queue.load(queue.secret.derive_keys(names(2)), np.array([4, 5]))
+        job = queue.load(keys_of(queue, 2), np.array([4, 5]))
         assert job.wait(600, returned=True) and job.ok == 2, "what was saved before is still read"
 
 
@@ -308,7 +295,7 @@ def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path:
         (folder / "slab").unlink()
 
     with open_queue(DiskStore(folder, CAPACITY, system=System(fdatasync=gone))) as queue:
-        assert returned(queue.save(queue.secret.derive_keys(names(2)), np.arange(2))).codes.tolist() == [FAILED, FAILED]
+        assert codes_of(queue.save(keys_of(queue, 2), np.arange(2))) == [FAILED, FAILED]
 
 
 PARENT = """
@@ -316,7 +303,7 @@ import os, sys
 import numpy as np
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk.slab import System
-from tests.stores.lab import open_queue, saved
+from tests.stores.lab import open_queue, saved, raising
 queue = open_queue(DiskStore(sys.argv[1], 64 * 4096))
 saved(queue, 3)
 child = os.fork()
@@ -328,12 +315,13 @@ if child:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_child_that_ends_does_no_harm(tmp_path: Path) -> None:
     """Its interpreter closes its copy of the connection to SQLite, while the parent's is in use."""
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", PARENT, str(tmp_path / "store")], cwd=root, check=True)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
-        job = queue.load(queue.secret.derive_keys(names(60)), np.arange(60))
+        job = queue.load(keys_of(queue, 60), np.arange(60))
         assert job.wait(600) and job.ok == 60 and not queue.stats().store["damaged_files"]
 
 

@@ -19,7 +19,7 @@ import pytest
 from kvpool.__main__ import main
 from kvpool.storage import MemoryStore
 from kvpool.storage.urls import open_store
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, keys_of, names, open_queue, saved
 from tests.stores.peering import ROOT, Serve, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
@@ -159,7 +159,7 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
         health = url.replace("/metrics", "/health")
         saved(queue, 1)
         assert urlopen(health, timeout=600).read() == b"ok\n"
-        keys = queue.secret.derive_keys(names(1, 7))
+        keys = keys_of(queue, 1, 7)
         wrong.before["save"] = fails
         assert queue.save(keys, np.zeros(1, np.int64)).wait(600, returned=True)
         with pytest.raises(HTTPError) as refused:

@@ -114,13 +114,14 @@ def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(name: str
         "peer:tcp://127.0.0.1:1?secret_file={}&connections=" + "9" * 5000,
         "peer:tcp://192.0.2.1:1?secret_file={}&keys=any",
         "peer:tcp://127.0.0.1:1?secret_file={}&keys=any",
+        "peer:tcp://127.0.0.1:1",
     ],
 )
 def test_what_an_option_cannot_be_is_refused_by_name(text: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("ab" * 32)
     secret.chmod(0o600)
-    with pytest.raises(ValueError, match=r"store.*: .*|capacity: "):
+    with pytest.raises(ValueError, match=r"store.*: .*|capacity: |secret"):
         open_store(text.format(secret))
 
 

@@ -21,7 +21,7 @@ from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.children import in_child, refuses
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, memory, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, codes_of, keys_of, memory
 from tests.stores.mooncake.cluster import object_prefix
 
 SIZE = BLOCK_BYTES + 16
@@ -201,7 +201,7 @@ def test_each_code_has_one_meaning_and_is_counted(
 ) -> None:
     for name in ("batch_put_from_multi_buffers", "batch_get_into_multi_buffers", "batch_is_exist"):
         library.answers[name] = code
-    keys = queue.secret.derive_keys(names(2))
+    keys = keys_of(queue, 2)
     jobs = [queue.find(keys), queue.save(keys, np.arange(2)), queue.load(keys, np.arange(2))]
     assert all(job.wait(600, returned=True) for job in jobs)
     assert [job.codes.tolist() for job in jobs] == [[found] * 2, [saved] * 2, [loaded] * 2]
@@ -213,21 +213,19 @@ def test_each_code_has_one_meaning_and_is_counted(
 def test_a_put_that_stored_nothing_is_refused(queue: StoreWorker, library: Library) -> None:
     """It says 0 if another client has begun with the key, and will never end."""
     library.answers["batch_is_exist"] = lambda keys: [1, 0, -900]
-    job = queue.save(queue.secret.derive_keys(names(3)), np.arange(3))
-    assert job.wait(600, returned=True) and job.codes.tolist() == [OK, REFUSED, FAILED]
+    assert codes_of(queue.save(keys_of(queue, 3), np.arange(3))) == [OK, REFUSED, FAILED]
     assert queue.stats().store["not_stored"] == 1
 
 
 @pytest.mark.parametrize("size", [0, SIZE - 1, SIZE + 1])
 def test_an_object_of_another_size_is_damaged_and_removed(queue: StoreWorker, library: Library, size: int) -> None:
     library.answers["batch_get_into_multi_buffers"] = size
-    job = queue.load(queue.secret.derive_keys(names(1)), np.arange(1))
-    assert job.wait(600, returned=True) and job.codes.tolist() == [DAMAGED]
+    assert codes_of(queue.load(keys_of(queue, 1), np.arange(1))) == [DAMAGED]
     assert library.calls.count("batch_remove") == 1 and queue.stats().store["wrong_size"] == 1
 
 
 def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: StoreWorker, library: Library) -> None:
-    keys = queue.secret.derive_keys(names(3))
+    keys = keys_of(queue, 3)
     answers = iter([[-900] * 3, [0, -703, -704], [0, -704, -704]])
     library.answers["batch_remove"] = lambda *_: next(answers)
     job = queue.forget(keys)
@@ -259,14 +257,13 @@ def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreWorker) -> None:
 
 def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreWorker, library: Library) -> None:
     library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
-    job = queue.load(queue.secret.derive_keys(names(2)), np.arange(2))
-    assert job.wait(600, returned=True) and job.codes.tolist() == [DAMAGED] * 2
+    assert codes_of(queue.load(keys_of(queue, 2), np.arange(2))) == [DAMAGED] * 2
 
 
 @pytest.mark.parametrize("answer", [None, "text", [0], [0] * 5])
 def test_an_answer_of_another_form_fails_the_blocks(queue: StoreWorker, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
-    job = queue.load(queue.secret.derive_keys(names(4)), np.arange(4))
+    job = queue.load(keys_of(queue, 4), np.arange(4))
     assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4 and "has answered" in job.error
 
 
@@ -307,14 +304,14 @@ def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreWorker
     library.answers["batch_remove"] = lambda keys, force: removed.append(len(keys)) or [0] * len(keys)
     tag = queue.secret.tag(b"tenant")
     for first in (0, 4):
-        job = queue.save(queue.secret.derive_keys(names(4, first)), np.arange(4), tag=tag, limit=6)
+        job = queue.save(keys_of(queue, 4, first), np.arange(4), tag=tag, limit=6)
         assert job.wait(600, returned=True) and job.ok == 4
     assert removed == [2] and queue.stats().store["dropped"] == 2
     library.answers["batch_remove"] = -900
-    job = queue.save(queue.secret.derive_keys(names(4, 8)), np.arange(4), tag=tag, limit=6)
-    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4, "what cannot be dropped still counts"
-    job = queue.save(queue.secret.derive_keys(names(1, 20)), np.arange(1), tag=tag, limit=0)
-    assert job.wait(600, returned=True) and job.codes.tolist() == [REFUSED]
+    assert codes_of(queue.save(keys_of(queue, 4, 8), np.arange(4), tag=tag, limit=6)) == [FAILED] * 4, (
+        "what cannot be dropped still counts"
+    )
+    assert codes_of(queue.save(keys_of(queue, 1, 20), np.arange(1), tag=tag, limit=0)) == [REFUSED]
 
 
 # -- beginning -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 from kvpool.storage import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, StoreRequest, StoreWorker
 from tests.children import in_child, refuses
-from tests.stores.lab import BLOCK_BYTES, content, fill, names, saved
+from tests.stores.lab import BLOCK_BYTES, content, fill, keys_of, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 from tests.waiting import until
 
@@ -28,7 +28,7 @@ OpenAt = Callable[..., StoreWorker]
 
 def load(queue: StoreWorker, count: int, first: int = 0, seconds: float = 600.0) -> StoreRequest:
     """Load blocks, and compare those that are OK."""
-    job = queue.load(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.load(keys_of(queue, count, first), np.arange(count), deadline=queue.now() + seconds)
     assert job.wait(600), "a job ends at its deadline"
     assert job.wait(600, returned=True)
     for place in np.flatnonzero(job.codes == OK).tolist():
@@ -38,7 +38,7 @@ def load(queue: StoreWorker, count: int, first: int = 0, seconds: float = 600.0)
 
 def save(queue: StoreWorker, count: int, first: int = 0, seconds: float = 600.0) -> StoreRequest:
     fill(queue.memory, count, first)
-    job = queue.save(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.save(keys_of(queue, count, first), np.arange(count), deadline=queue.now() + seconds)
     assert job.wait(600), "a job ends at its deadline"
     assert job.wait(600, returned=True)
     return job
@@ -75,7 +75,7 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
     other, queue = cluster.worker(secret), open_at(cluster.address)
     fill(queue.memory, 40)
     other.send(do="save", first=0, count=40, shift=1000)
-    job = queue.save(queue.secret.derive_keys(names(40)), np.arange(40))
+    job = queue.save(keys_of(queue, 40), np.arange(40))
     codes = other.answer()["codes"]
     assert job.wait(600, returned=True) and {*codes, *job.codes.tolist()} <= {OK, REFUSED}
     assert all(OK in pair for pair in zip(codes, job.codes.tolist(), strict=True)), "one of them has stored it"
@@ -86,7 +86,7 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
 
 
 def object_name(queue: StoreWorker, secret: bytes, number: int) -> str:
-    return object_prefix(secret) + queue.secret.derive_keys(names(1, number))[0].tobytes().hex()
+    return object_prefix(secret) + keys_of(queue, 1, number)[0].tobytes().hex()
 
 
 @pytest.mark.parametrize("row_padding", [0, 16])
@@ -187,7 +187,7 @@ def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
     job = save(hung, 4, 100, seconds=1.0)
     assert set(job.codes.tolist()) <= {LATE, FAILED}
     fill(other.memory, 4, 200)
-    late = other.save(other.secret.derive_keys(names(4, 200)), np.arange(4), deadline=other.now() + 60)
+    late = other.save(keys_of(other, 4, 200), np.arange(4), deadline=other.now() + 60)
     until(lambda: other.stats().running_calls == 1 or late.done)
     holder.resume()
     assert late.wait(600, returned=True)

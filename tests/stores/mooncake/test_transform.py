@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import Transform
-from tests.stores.lab import BLOCK_BYTES, content, names, saved
+from tests.stores.lab import BLOCK_BYTES, content, keys_of, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 
 EXTRA = 28
@@ -48,7 +48,7 @@ class Counted:
 
 
 def load(queue: StoreWorker, count: int) -> list[int]:
-    job = queue.load(queue.secret.derive_keys(names(count)), np.arange(30, 30 + count))
+    job = queue.load(keys_of(queue, count), np.arange(30, 30 + count))
     assert job.wait(600, returned=True)
     for place in np.flatnonzero(job.codes == OK).tolist():
         assert np.array_equal(queue.memory[30 + place], content(place))
@@ -93,7 +93,7 @@ def test_who_transforms_and_who_does_not_find_nothing_of_each_other(cluster: Clu
 
 def test_a_transform_that_gives_another_size_fails_the_save(cluster: Cluster, open_at: OpenAt) -> None:
     queue = open_at(cluster.address, transform=Counted(long=4))
-    job = queue.save(queue.secret.derive_keys(names(1)), np.arange(1))
+    job = queue.save(keys_of(queue, 1), np.arange(1))
     assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED]
     assert f"expected {BLOCK_BYTES + 3}" in job.error
 
@@ -108,5 +108,5 @@ def test_a_transform_that_raises_gives_damaged_blocks(cluster: Cluster, open_at:
 
 def test_the_memory_for_copies_is_bounded(cluster: Cluster, open_at: OpenAt) -> None:
     queue = open_at(cluster.address, transform=Counted(), slots=40, block_bytes=1 << 10)
-    job = queue.save(queue.secret.derive_keys(names(40)), np.arange(40))
+    job = queue.save(keys_of(queue, 40), np.arange(40))
     assert job.wait(600, returned=True) and job.ok == 40

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool.storage import OK, StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
-from tests.stores.lab import IDENTITY, content, fill, memory, names
+from tests.stores.lab import IDENTITY, content, fill, keys_of, memory
 
 SLOTS = 64
 
@@ -22,7 +22,7 @@ SLOTS = 64
 def save(queue: StoreWorker, first: int, count: int, shift: int = 0, seconds: float = 600.0) -> dict[str, Any]:
     """Save blocks whose bytes are those of the numbers ``shift`` further on."""
     fill(queue.memory, count, first + shift)
-    job = queue.save(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.save(keys_of(queue, count, first), np.arange(count), deadline=queue.now() + seconds)
     job.wait()
     return {"codes": job.codes.tolist(), "error": job.error}
 
@@ -30,7 +30,7 @@ def save(queue: StoreWorker, first: int, count: int, shift: int = 0, seconds: fl
 def load(queue: StoreWorker, first: int, count: int, shifts: tuple[int, ...] = (0,), seconds: float = 600.0) -> Any:
     """``wrong``: how many blocks were OK with bytes of none of these shifts."""
     queue.memory[:count] = 0
-    job = queue.load(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.load(keys_of(queue, count, first), np.arange(count), deadline=queue.now() + seconds)
     job.wait(returned=True)
     blocks = [queue.memory[place] for place in np.flatnonzero(job.codes == OK).tolist()]
     numbers = (first + np.flatnonzero(job.codes == OK)).tolist()

@@ -19,7 +19,7 @@ from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreWorker
 from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses
-from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
+from tests.stores.lab import IDENTITY, codes_of, content, done, fill, keys_of, memory, open_queue, returned, saved
 from tests.stores.s3.weed import BUCKET, Proxy, Weed
 from tests.waiting import at_once
 
@@ -34,9 +34,9 @@ def objects(weed: Weed, place: str, kind: str = "packs") -> list[str]:
 
 def answered(call: Callable[[], StoreRequest]) -> list[int]:
     """The codes of a call to a store that is impatient: it is made until no block of it has failed."""
-    while FAILED in (codes := returned(call()).codes.tolist()):
+    while FAILED in (answer := codes_of(call())):
         pass
-    return codes
+    return answer
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +53,11 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
     """Whoever has sent it, and whoever looks."""
     with open_queue(again(endpoint=proxy.address, timeout_ms=500)) as saving, open_queue(again()) as other:
         dropping = other if by_another else saving
-        keys, tag = saving.secret.derive_keys(names(6)), saving.secret.tag(b"tenant")
+        keys, tag = keys_of(saving, 6), saving.secret.tag(b"tenant")
         fill(saving.memory, 6)
         proxy.hold = "PUT kvpool5-packs"
         while not proxy.held.acquire(blocking=False):  # On a slow machine it may be given up before it is there.
-            assert returned(saving.save(keys, np.arange(6), tag=tag)).codes.tolist() == [FAILED] * 6
+            assert codes_of(saving.save(keys, np.arange(6), tag=tag)) == [FAILED] * 6
         proxy.hold = ""
         begun = {"forget": lambda: dropping.forget(keys), "clear": dropping.clear}.get(
             drop, lambda: dropping.clear(tag)
@@ -80,14 +80,14 @@ def test_a_drop_counts_for_other_workers_when_it_has_returned(again: Again) -> N
         keys = saved(dropping, 8)
         assert done(other.find(keys)).ok == 8
         assert done(dropping.forget(keys[:2])).dropped == 2
-        assert returned(other.load(keys, np.arange(20, 28))).codes.tolist() == [ABSENT] * 2 + [OK] * 6
+        assert codes_of(other.load(keys, np.arange(20, 28))) == [ABSENT] * 2 + [OK] * 6
         assert done(other.forget(keys[7:])).dropped == 1
         assert done(dropping.find(keys)).codes.tolist() == [ABSENT] * 2 + [OK] * 5 + [ABSENT]
         # What is saved anew counts again, and the drop of others of its pack stays.
         saved(dropping, 1)
         assert done(other.find(keys)).codes.tolist() == [OK, ABSENT] + [OK] * 5 + [ABSENT]
         assert done(dropping.clear()).dropped == 6
-        assert returned(other.load(keys, np.arange(20, 28))).codes.tolist() == [ABSENT] * 8
+        assert codes_of(other.load(keys, np.arange(20, 28))) == [ABSENT] * 8
 
 
 def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
@@ -95,7 +95,7 @@ def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
 ) -> None:
     monkeypatch.setattr("kvpool.storage.backends.s3.s3_store._PACK_BYTES", 5 * (4096 + 16) + 100)
     with open_queue(again(endpoint=proxy.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
-        keys = saving.secret.derive_keys(names(10))
+        keys = keys_of(saving, 10)
         fill(saving.memory, 10)
         proxy.hold = "PUT kvpool5-packs"
         job = saving.save(keys, np.arange(10))
@@ -116,7 +116,7 @@ def test_what_was_read_of_a_dropped_pack_is_not_taken_for_what_was_saved_anew(ag
         assert proxy.held.acquire(timeout=600)
         saved(queue, 1)
         proxy.release(1)
-        assert returned(job).codes.tolist() == [ABSENT, OK]
+        assert codes_of(job) == [ABSENT, OK]
 
 
 def test_drops_of_many_workers_at_a_time_are_all_kept(again: Again) -> None:
@@ -132,7 +132,7 @@ def test_drops_of_many_workers_at_a_time_are_all_kept(again: Again) -> None:
 
 def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: Again, proxy: Proxy) -> None:
     with open_queue(again(endpoint=proxy.address)) as queue:
-        keys = queue.secret.derive_keys(names(32))
+        keys = keys_of(queue, 32)
         fill(queue.memory, 32)
         done(queue.find(keys))
         for call in (
@@ -149,7 +149,7 @@ def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: A
 def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, place: str) -> None:
     with StoreWorker(again(), memory(2, 9 << 20), IDENTITY) as queue:
         fill(queue.memory, 1)
-        keys = queue.secret.derive_keys(names(1))
+        keys = keys_of(queue, 1)
         assert returned(queue.save(keys, np.arange(1))).ok == 1
         assert returned(queue.load(keys, np.arange(1, 2))).ok == 1
         assert np.array_equal(queue.memory[1], queue.memory[0])
@@ -160,7 +160,7 @@ def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(a
     with open_queue(again(endpoint=proxy.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
         keys, proxy.hold = saved(patient, 2), "GET kvpool5-packs"
         while not proxy.held.acquire(blocking=False):
-            assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
+            assert codes_of(queue.load(keys, np.arange(10, 12))) == [FAILED] * 2
         queue.memory[10:12] = 7
         proxy.release(1)
         assert (queue.memory[10:12] == 7).all()
@@ -173,7 +173,7 @@ def test_nothing_is_served_while_drops_cannot_be_read(again: Again, proxy: Proxy
         keys, proxy.hold = saved(patient, 2), "GET kvpool5-drops"
         rows = () if kind == "find" else (np.arange(2),)
         while not proxy.held.acquire(blocking=False):
-            assert returned(getattr(queue, kind)(keys, *rows)).codes.tolist() == [FAILED] * 2
+            assert codes_of(getattr(queue, kind)(keys, *rows)) == [FAILED] * 2
         proxy.release(1)
         assert answered(lambda: getattr(queue, kind)(keys, *rows)) == [OK] * 2
 
@@ -185,9 +185,9 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
     """A full server answers with 500 or 507."""
     with open_queue(again(endpoint=proxy.address, timeout_ms=500)) as queue, open_queue(again()) as patient:
         keys, proxy.status = saved(patient, 2), status
-        other = queue.secret.derive_keys(names(2, 10))
-        assert returned(queue.save(other, np.arange(2))).codes.tolist() == [FAILED] * 2
-        assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
+        other = keys_of(queue, 2, 10)
+        assert codes_of(queue.save(other, np.arange(2))) == [FAILED] * 2
+        assert codes_of(queue.load(keys, np.arange(10, 12))) == [FAILED] * 2
         assert done(queue.find(keys)).codes.tolist() == [FAILED] * 2
         forgotten = queue.forget(keys[:1])
         proxy.status = 0
@@ -199,7 +199,7 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
 def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: Again, weed: Weed) -> None:
     with open_queue(again(timeout_ms=1000), piece_bytes=1 << 14) as queue:
         fill(queue.memory, 48)
-        keys = queue.secret.derive_keys(names(48))
+        keys = keys_of(queue, 48)
         first = answered(lambda: queue.save(keys[:4], np.arange(4)))
         jobs = [queue.save(keys[i : i + 4], np.arange(i, i + 4)) for i in range(4, 48, 4)]
         assert jobs[1].wait(600, returned=True)
@@ -207,7 +207,7 @@ def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: A
         assert all(job.wait(600, returned=True) for job in jobs)
         codes = np.concatenate([first, *(job.codes for job in jobs)])
         assert set(codes.tolist()) <= {OK, FAILED} and (codes == OK).sum() >= 4
-        assert returned(queue.load(keys[:1], np.arange(50, 51))).codes.tolist() == [FAILED]
+        assert codes_of(queue.load(keys[:1], np.arange(50, 51))) == [FAILED]
         weed.start()
         with open_queue(again()) as later:
             loaded = returned(later.load(keys, np.arange(48)))
@@ -237,7 +237,7 @@ with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) 
             time.sleep(pause)
             saving.kill()
         with open_queue(again()) as queue:
-            keys = queue.secret.derive_keys(names(48))
+            keys = keys_of(queue, 48)
             loaded = returned(queue.load(keys, np.arange(48)))
             assert set(loaded.codes.tolist()) <= {OK, ABSENT}
             for place in np.flatnonzero(loaded.codes == OK).tolist():
@@ -273,7 +273,7 @@ def test_a_wrong_byte_in_a_pack_damages_one_block(again: Again, weed: Weed, plac
         data = bytearray(weed.client().get(name).bytes())
         data[8 * 16 + 2 * (16 + 4096) + 100] ^= 1
         weed.client().put(name, bytes(data))
-        assert returned(queue.load(keys, np.arange(10, 18))).codes.tolist() == [OK] * 2 + [DAMAGED] + [OK] * 5
+        assert codes_of(queue.load(keys, np.arange(10, 18))) == [OK] * 2 + [DAMAGED] + [OK] * 5
         assert done(other.find(keys)).codes.tolist() == [OK] * 2 + [ABSENT] + [OK] * 5
         saved(other, 8)
         assert returned(queue.load(keys, np.arange(10, 18))).ok == 8
@@ -287,7 +287,7 @@ def test_packs_that_are_cut_or_replaced_are_served_to_nobody_and_saved_anew(
         paths = sorted(objects(weed, place))
         for name, size in zip(paths, (4096 + 16, 1 << 20, 1, 0), strict=True):
             weed.client().put(name, bytes(size))
-        assert returned(queue.load(keys, np.arange(10, 14))).codes.tolist() == [DAMAGED] * 4
+        assert codes_of(queue.load(keys, np.arange(10, 14))) == [DAMAGED] * 4
         saved(queue, 4)
         assert returned(queue.load(keys, np.arange(10, 14))).ok == 4
 
@@ -296,7 +296,7 @@ def test_a_pack_that_has_expired_is_absent_and_can_be_saved_anew(again: Again, w
     with open_queue(again()) as queue:
         keys = saved(queue, 6)
         weed.client().delete(objects(weed, place))
-        assert returned(queue.load(keys, np.arange(10, 16))).codes.tolist() == [ABSENT] * 6
+        assert codes_of(queue.load(keys, np.arange(10, 16))) == [ABSENT] * 6
         saved(queue, 6)
         assert returned(queue.load(keys, np.arange(10, 16))).ok == 6
 
@@ -309,7 +309,7 @@ def test_a_log_with_wrong_bytes_drops_all_that_was_saved_before(
         keys = saved(queue, 6)
         done(queue.forget(keys[:1]))
         weed.client().put(objects(weed, place, "drops")[0], bytes(size))
-        assert returned(other.load(keys, np.arange(10, 16))).codes.tolist() == [ABSENT] * 6
+        assert codes_of(other.load(keys, np.arange(10, 16))) == [ABSENT] * 6
         saved(other, 6)
         assert returned(queue.load(keys, np.arange(10, 16))).ok == 6
 
@@ -385,7 +385,7 @@ def test_two_models_and_two_secrets_have_prefixes_of_their_own(again: Again, wee
     with open_queue(again()) as queue:
         saved(queue, 1)
     with open_queue(again(secret=b"\2" * 32)) as queue:
-        assert done(queue.find(queue.secret.derive_keys(names(1)))).codes.tolist() == [ABSENT]
+        assert done(queue.find(keys_of(queue, 1))).codes.tolist() == [ABSENT]
         saved(queue, 1)
     assert len({name.split("/")[-2] for name in objects(weed, place)}) == 2
 
