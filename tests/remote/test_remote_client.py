@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from relay import Relay
-from workers import HUGE, LARGE, Fake, Make, expected, packed, stored, wire_key, worker
+from workers import HUGE, LARGE, Fake, Make, expected, packed, pair, stored, wire_key, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
@@ -47,23 +48,32 @@ class fake_server(Fake):
 
 
 TOKENS = list(range(33))
+ALL = "1" * 8
+"""Eight blocks are there: those of TOKENS."""
+
+
+def reply(found: str = ALL, choose: Callable[[list[bytes]], Any] = lambda blocks: blocks, number: int = 0) -> Script:
+    """An answer with some of the blocks, to a request of another number."""
+    return lambda get, blocks: [[Blocks(get.id + number, found), *choose(blocks)]]
+
+
 WRONG: dict[str, Script] = {
     "no JSON": lambda get, blocks: [[b"what?"]],
     "empty": lambda get, blocks: [[b""]],
     "a request": lambda get, blocks: [[get]],
-    "an unknown id": lambda get, blocks: [[Blocks(get.id + 1, "1" * len(blocks)), *blocks]],
-    "id 0": lambda get, blocks: [[Blocks(0, "1" * len(blocks)), *blocks]],
-    "too few places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) - 1)), *blocks[1:]]],
-    "too many places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) + 1)), *blocks, blocks[0]]],
-    "places that are not digits": lambda get, blocks: [[Blocks(get.id, "x" * len(blocks))]],
-    "a frame too few": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:]]],
-    "a frame too many": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks, blocks[0]]],
-    "a short frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:], blocks[0][1:]]],
-    "a long frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:], blocks[0] + b"x"]],
-    "one frame of another length": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), b"".join(blocks)[1:]]],
-    "frames without blocks": lambda get, blocks: [[Blocks(get.id, "0" * len(blocks)), blocks[0]]],
-    "blocks in other frames": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), tuple(blocks)[:8]]],
-    "blocks twice": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks]] * 2,
+    "an unknown id": reply(number=1),
+    "id 0": lambda get, blocks: [[Blocks(0, ALL), *blocks]],
+    "too few places": reply(ALL[1:], lambda blocks: blocks[1:]),
+    "too many places": reply(ALL + "1", lambda blocks: [*blocks, blocks[0]]),
+    "places that are not digits": reply("x" * 8, lambda blocks: []),
+    "a frame too few": reply(choose=lambda blocks: blocks[1:]),
+    "a frame too many": reply(choose=lambda blocks: [*blocks, blocks[0]]),
+    "a short frame": reply(choose=lambda blocks: [*blocks[1:], blocks[0][1:]]),
+    "a long frame": reply(choose=lambda blocks: [*blocks[1:], blocks[0] + b"x"]),
+    "one frame of another length": reply(choose=lambda blocks: [b"".join(blocks)[1:]]),
+    "frames without blocks": reply("0" * 8, lambda blocks: blocks[:1]),
+    "blocks in other frames": reply(choose=lambda blocks: [tuple(blocks)]),
+    "blocks twice": lambda get, blocks: 2 * reply()(get, blocks),
 }
 
 
@@ -85,7 +95,7 @@ WRONG_FOUND: dict[str, Script] = {
     "a short frame": lambda find, blocks: [[Found(find.id), (b"",)]],
     "a long frame": lambda find, blocks: [[Found(find.id), (b"\xff\xff",)]],
     "another id": lambda find, blocks: [[Found(find.id + 1), (b"\xff",)]],
-    "blocks": lambda find, blocks: [[Blocks(find.id, "1" * len(blocks)), *blocks]],
+    "blocks": reply(),
     "no JSON": lambda find, blocks: [[b"what?"]],
 }
 
@@ -99,21 +109,11 @@ def test_what_no_server_answers_to_a_question_is_an_error(make: Make, script: Sc
         assert caught.value.blocks == 0 and here.reusable(TOKENS) == 0
 
 
-def test_a_server_that_does_not_answer_a_question_is_a_timeout(make: Make) -> None:
-    here = worker(make, window=6)
-    with fake_server(here, lambda find, blocks: []) as endpoint:
-        with BlockClient(endpoint, here.cache) as client:
-            client._connected()
-            client._timeout_ms = 100
-            with pytest.raises(RemoteTimeout, match="did not answer for 100 ms"):
-                client.fetch(TOKENS)
-
-
 def test_a_server_that_has_less_than_it_said_leaves_a_prefix_that_holds(make: Make) -> None:
     def nothing(request: Any, blocks: list[bytes]) -> list[list[Any]]:
         if isinstance(request, Find):
             return [[Found(request.id), (b"\xff",)]]
-        return [[Blocks(request.id, "0" * len(blocks))]]
+        return reply("0" * len(blocks), lambda blocks: [])(request, blocks)
 
     here = worker(make, window=6)
     with fake_server(here, nothing) as endpoint, BlockClient(endpoint, here.cache) as client:
@@ -131,8 +131,9 @@ def test_a_welcome_that_makes_no_sense_is_an_error(make: Make, welcome: dict[str
             client.fetch(TOKENS)
 
 
-def test_a_server_that_is_silent_is_a_timeout(make: Make) -> None:
-    here = worker(make)
+@pytest.mark.parametrize("options", [{}, {"window": 6}], ids=["about blocks", "about a question"])
+def test_a_server_that_is_silent_is_a_timeout(make: Make, options: dict[str, int]) -> None:
+    here = worker(make, **options)
     with fake_server(here, lambda get, blocks: []) as endpoint:
         with BlockClient(endpoint, here.cache) as client:
             client._connected()
@@ -148,7 +149,7 @@ def test_a_server_that_is_silent_is_a_timeout(make: Make) -> None:
 def test_blocks_with_wrong_macs_do_not_enter_the_pool(make: Make) -> None:
     """As when somebody writes into them on their way."""
     here = worker(make)
-    server = fake_server(here, lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks]])
+    server = fake_server(here, reply())
     send = server.send
     server.send = lambda client, frames: send(client, changed(frames))  # type: ignore[method-assign]
     with server as endpoint, BlockClient(endpoint, here.cache) as client:
@@ -259,13 +260,10 @@ def test_a_server_that_dies_in_mid_transfer_leaves_nothing_half_written(make: Ma
 
 
 def test_a_server_that_starts_again_is_found_again(make: Make) -> None:
-    there, here = worker(make), worker(make)
-    tokens = stored(there, 8)
-    with BlockServer(there.cache) as server:
-        client = BlockClient(server.endpoint, here.cache)
+    with pair(make, 8) as (there, here, tokens, server, client):
         assert client.fetch(tokens[:9]) == 2
+        server.close()
         client._timeout_ms = 300
-    with client:
         with pytest.raises(RemoteTimeout):
             client.fetch(tokens)
         with BlockServer(there.cache, server.endpoint):
@@ -275,15 +273,11 @@ def test_a_server_that_starts_again_is_found_again(make: Make) -> None:
 
 def test_a_second_thread_is_sent_away(make: Make) -> None:
     here = worker(make)
-    with (
-        fake_server(here, lambda get, blocks: []) as endpoint,
-        BlockClient(endpoint, here.cache) as client,
-    ):
+    with fake_server(here, lambda get, blocks: []) as endpoint, BlockClient(endpoint, here.cache) as client:
         client._connected()
         client._timeout_ms = 500
         client._disconnect()
-        inside, refused = threading.Event(), threading.Event()
-        take = client._transport.connect
+        inside, refused, take = threading.Event(), threading.Event(), client._transport.connect
 
         def connect(*arguments: Any) -> None:
             inside.set()
@@ -291,23 +285,14 @@ def test_a_second_thread_is_sent_away(make: Make) -> None:
             take(*arguments)
 
         client._transport.connect = connect  # type: ignore[method-assign]
-        outcome: list[BaseException] = []
-
-        def fetch() -> None:
-            try:
-                client.fetch(TOKENS)
-            except RemoteTimeout as error:
-                outcome.append(error)
-
-        thread = threading.Thread(target=fetch)
-        thread.start()
-        assert inside.wait(600)
-        for call in (lambda: client.fetch(TOKENS), client.close):
-            with pytest.raises(RuntimeError, match="another thread"):
-                call()
-        refused.set()
-        thread.join()
-        assert len(outcome) == 1, "the first thread was disturbed"
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(client.fetch, TOKENS)
+            assert inside.wait(600)
+            for call in (lambda: client.fetch(TOKENS), client.close):
+                with pytest.raises(RuntimeError, match="another thread"):
+                    call()
+            refused.set()
+            assert isinstance(first.exception(600), RemoteTimeout), "the first thread was disturbed"
 
 
 def test_a_closed_client_says_so(make: Make) -> None:

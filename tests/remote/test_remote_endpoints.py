@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from workers import LARGE, SECRET, Make, stored, worker
+from workers import LARGE, SECRET, Make, pair, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, listener
 from kvpool.remote.block_server import Limits, UnderWay, Waiting, fitting
@@ -22,9 +22,10 @@ from kvpool.remote.server import ClientSession, Refused
 from kvpool.remote.session import Session
 from kvpool.remote.transport import InlineServer
 from kvpool.state.hashing import remote_password
-from tests.waiting import until
+from tests.waiting import at_once, until
 
 SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
+SERVER_KEYS, FRIEND_KEYS = ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*FRIEND, SERVER[0])
 
 
 @pytest.mark.parametrize(
@@ -43,26 +44,21 @@ SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
         "",
         "ipc://",
         "ipc:///tmp/a\0b",
+        None,
+        5555,
+        b"tcp://127.0.0.1:*",
     ],
 )
-def test_endpoints_beyond_this_machine_need_keys(make: Make, endpoint: str) -> None:
+def test_endpoints_beyond_this_machine_need_keys(make: Make, endpoint: Any) -> None:
     cache = worker(make).cache
     for build in (lambda: BlockServer(cache, endpoint), lambda: BlockClient(endpoint, cache)):
-        with pytest.raises(ValueError, match="endpoint: .*"):
+        with pytest.raises(ValueError if isinstance(endpoint, str) else TypeError, match="endpoint: .*"):
             build()
-
-
-@pytest.mark.parametrize("endpoint", [None, 5555, b"tcp://127.0.0.1:*"], ids=str)
-def test_an_endpoint_is_a_string(make: Make, endpoint: Any) -> None:
-    with pytest.raises(TypeError, match="endpoint: .*"):
-        BlockServer(worker(make).cache, endpoint)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://127.0.0.9:*", "tcp://localhost:*"])
 def test_loopback_needs_none(make: Make, endpoint: str) -> None:
-    there, here = worker(make), worker(make)
-    tokens = stored(there, 2)
-    with BlockServer(there.cache, endpoint) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(make, 2, endpoint) as (there, here, tokens, server, client):
         assert client.fetch(tokens) == 2
 
 
@@ -100,11 +96,7 @@ def test_one_of_two_servers_starts_on_one_path_at_the_same_instant(
             began.append(None)
 
     caches = [worker(make).cache for _ in range(2)]
-    threads = [threading.Thread(target=start, args=(cache,)) for cache in caches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
+    at_once(start, caches)
     servers = [server for server in began if isinstance(server, BlockServer)]
     assert len(began) == 2 and len(servers) == 1
     servers[0].close()
@@ -119,9 +111,9 @@ def test_an_endpoint_that_is_taken_is_an_error_that_leaves_nothing_behind(make: 
 def test_clients_with_a_known_key_are_served_everywhere(make: Make) -> None:
     there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
     tokens = stored(there, 4)
-    with BlockServer(there.cache, "tcp://0.0.0.0:*", keys=ServerKeys(*SERVER, [FRIEND[0]])) as server:
+    with BlockServer(there.cache, "tcp://0.0.0.0:*", keys=SERVER_KEYS) as server:
         port = server.endpoint.rpartition(":")[2]
-        with BlockClient(f"tcp://127.0.0.1:{port}", here.cache, keys=ClientKeys(*FRIEND, SERVER[0])) as client:
+        with BlockClient(f"tcp://127.0.0.1:{port}", here.cache, keys=FRIEND_KEYS) as client:
             assert client.fetch(tokens) == 4
     assert here.add(tokens).cached == 16
 
@@ -139,7 +131,7 @@ def test_clients_with_a_known_key_are_served_everywhere(make: Make) -> None:
 def test_others_get_no_answer(make: Make, keys: ClientKeys | None, error: type[Exception]) -> None:
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
-    with BlockServer(there.cache, keys=ServerKeys(*SERVER, [FRIEND[0]])) as server:
+    with BlockServer(there.cache, keys=SERVER_KEYS) as server:
         timeout_ms = 400 if error is RemoteTimeout else 600_000  # who is refused learns it at once
         with BlockClient(server.endpoint, here.cache, keys=keys, timeout_ms=timeout_ms) as client:
             with pytest.raises(error):
@@ -152,8 +144,8 @@ def test_a_client_with_a_known_key_and_another_secret_is_refused(make: Make) -> 
     nobody can have, and take the answer "not there" for true."""
     there, here = worker(make), worker(make, secret=bytes(32))
     tokens = stored(there, 4)
-    with BlockServer(there.cache, keys=ServerKeys(*SERVER, [FRIEND[0]])) as server:
-        with BlockClient(server.endpoint, here.cache, keys=ClientKeys(*FRIEND, SERVER[0])) as client:
+    with BlockServer(there.cache, keys=SERVER_KEYS) as server:
+        with BlockClient(server.endpoint, here.cache, keys=FRIEND_KEYS) as client:
             for call in (lambda: client.fetch(tokens), lambda: client.fetch_blocks(there.keys(tokens))):
                 with pytest.raises(RemoteError, match="same secret=") as caught:
                     call()
@@ -162,7 +154,7 @@ def test_a_client_with_a_known_key_and_another_secret_is_refused(make: Make) -> 
 
 
 def test_secret_keys_are_not_shown() -> None:
-    for keys in (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*FRIEND, SERVER[0])):
+    for keys in (SERVER_KEYS, FRIEND_KEYS):
         assert keys.public.decode() in repr(keys) and keys.secret.decode() not in repr(keys)
 
 
@@ -188,9 +180,7 @@ def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, guard: str) ->
     """ZeroMQ finds nobody who decides about peers, and then lets in none, not all."""
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
-    server_keys, client_keys = (
-        (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*FRIEND, SERVER[0])) if guard == "keys" else (None, None)
-    )
+    server_keys, client_keys = (SERVER_KEYS, FRIEND_KEYS) if guard == "keys" else (None, None)
     with BlockServer(there.cache, keys=server_keys) as server:
         with BlockClient(server.endpoint, here.cache, keys=client_keys) as client:
             assert client.fetch(tokens) == 4, "this client has the credentials"
@@ -240,31 +230,24 @@ def test_a_transport_serves_one_server(make: Make) -> None:
 
 
 def test_a_client_leaves_room_for_others_by_default() -> None:
-    limits = fitting(Limits(), [(4096, 2048)])
-    assert (limits.bytes_per_client, limits.bytes_in_total) == (128 * 4096, 1024 * 4096)
-    limits = fitting(Limits(), [(4096, 4)])
-    assert (limits.bytes_per_client, limits.bytes_in_total) == (4096, 2 * 4096)
-    limits = fitting(Limits(), [(4096, 64)])
-    assert (limits.bytes_per_client, limits.bytes_in_total) == (8 * 4096, 32 * 4096)
+    for blocks, (each, total) in {2048: (128, 1024), 4: (1, 2), 64: (8, 32)}.items():
+        limits = fitting(Limits(), [(4096, blocks)])
+        assert (limits.bytes_per_client, limits.bytes_in_total) == (each * 4096, total * 4096)
 
 
 def test_what_waits_is_bounded_over_all_clients() -> None:
     in_flight = UnderWay(fitting(Limits(requests_waiting=2), [(4096, 64)]))
-    session = Session(b"", b"", True)
-    for number in range(2):
-        client = ClientSession(bytes([number]), session, 0)
+
+    def ask(number: int) -> None:
+        client = ClientSession(bytes([number]), Session(b"", b"", True), 0)
         in_flight.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
+
+    ask(0), ask(1)
     with pytest.raises(Refused, match="requests that wait, of all clients: expected up to 2, got 3"):
-        in_flight.accept(Waiting(ClientSession(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
+        ask(2)
 
 
 def test_the_password_is_in_no_log(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    there, here = worker(make), worker(make)
-    tokens = stored(there, 2)
-    with (
-        caplog.at_level(logging.DEBUG),
-        BlockServer(there.cache) as server,
-        BlockClient(server.endpoint, here.cache) as client,
-    ):
+    with caplog.at_level(logging.DEBUG), pair(make, 2) as (there, here, tokens, server, client):
         assert client.fetch(tokens) == 2
     assert remote_password(SECRET) not in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import zmq
 from relay import Relay
-from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, worker
+from workers import HUGE, LARGE, SECRET, Make, Raw, expected, pair, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.block_server import Sending, UnderWay, Waiting
 from kvpool.remote.connection import Connection
 from kvpool.remote.listener import ClientSecret
 from kvpool.remote.server import ClientSession
-from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
+from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode
 from tests.publish.raw import connected
 from tests.waiting import until
+
+ENDPOINTS = {"tcp": "tcp://127.0.0.1:*", "ipc": "ipc://{}/blocks"}
 
 
 @pytest.mark.parametrize(
@@ -55,20 +57,10 @@ def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(make: Make) 
             context, server.endpoint, ClientSecret(b"another"), timeout_ms=600_000, frame_bytes=0, messages=1
         )
         until(lambda: not link._socket.poll(0, zmq.POLLOUT), "refusal")
-        raised: list[BaseException] = []
-
-        def greet() -> None:
-            try:
-                link.greet(Hello(0, "", "", "", ""), Welcome)
-            except BaseException as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=greet, daemon=True)
-        thread.start()
-        until(lambda: raised, "end of the greeting")
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            raised = pool.submit(link.greet, Hello(0, "", "", "", ""), Welcome).exception(600)
         link.close()
-    assert isinstance(raised[0], RemoteError) and raised[0].code == "door", raised
+    assert isinstance(raised, RemoteError) and raised.code == "door", raised
 
 
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])
@@ -78,15 +70,6 @@ def test_pools_whose_host_blocks_are_alike_fit_together(make: Make, order: str) 
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
         assert client.fetch(tokens) == 4
     assert here.add(tokens).cached == 16
-
-
-def test_who_does_not_know_the_secret_gets_no_further_than_the_handshake(make: Make) -> None:
-    there, stranger = worker(make), worker(make, secret=bytes(32))
-    with BlockServer(there.cache) as server:
-        with Raw(server.endpoint, stranger, False, routing_id=b"chosen") as raw:
-            raw.socket.send(greeting())
-            assert not raw.socket.poll(300)
-        assert server.stats().requests == server.stats().refused == server.stats().malformed == 0
 
 
 def test_garbage_is_answered_and_the_server_goes_on(make: Make) -> None:
@@ -149,9 +132,7 @@ def test_random_frames_never_stop_the_server(make: Make) -> None:
 
 
 def test_what_is_not_zeromq_is_ignored(make: Make) -> None:
-    there = worker(make)
-    tokens = stored(there, 2)
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, worker(make).cache) as client:
+    with pair(make, 2) as (there, here, tokens, server, client):
         host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
         for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000):
             with socket.create_connection((host, int(port))) as stranger:
@@ -216,12 +197,12 @@ def test_clients_share_the_bytes_in_total(make: Make) -> None:
             assert other.answer().blocks == [expected(there, tokens)[0]]
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+@pytest.mark.parametrize("scheme", ENDPOINTS)
 def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, scheme: str, tmp_path: Any) -> None:
     """They have the password, ask for all they may have, and are not disconnected while this lasts."""
     there = worker(make, 65, 64, layout=HUGE)
     tokens = stored(there, 4)
-    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/blocks"
+    endpoint = ENDPOINTS[scheme].format(tmp_path)
     limits = Limits(blocks_per_request=4)
     with ExitStack() as stack:
         server = stack.enter_context(BlockServer(there.cache, endpoint, limits=limits, stall_ms=0))
@@ -268,50 +249,42 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     assert taken() == [("b", 2), ("d", 2), ("e", 1)]
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+@pytest.mark.parametrize("scheme", ENDPOINTS)
 def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
     make: Make, scheme: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 1500)
-    there, here = worker(make), worker(make)
-    tokens = stored(there, 4)
-    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/blocks"
-    with BlockServer(there.cache, endpoint, limits=Limits(connections=5)) as server:
+    place, limits = ENDPOINTS[scheme].format(tmp_path), Limits(connections=5)
+    with pair(make, 4, place, limits=limits) as (there, here, tokens, server, client):
         silent = [connected(server.endpoint) for _ in range(40)]
         until(lambda: server.stats().connections_refused >= 35, "refusals")
         for connection in silent:
             with connection, suppress(ConnectionError):
                 while connection.recv(64):
                     pass
-        with BlockClient(server.endpoint, here.cache) as client:
-            assert client.fetch(tokens) == 4
+        assert client.fetch(tokens) == 4
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+@pytest.mark.parametrize("scheme", ENDPOINTS)
 def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
     make: Make, scheme: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
-    there, here = worker(make), worker(make)
-    tokens = stored(there, 4)
-    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/blocks"
-    with BlockServer(there.cache, endpoint, limits=Limits(connections=3)) as server, ExitStack() as silent:
+    place, limits = ENDPOINTS[scheme].format(tmp_path), Limits(connections=3)
+    with pair(make, 4, place, limits=limits) as (there, here, tokens, server, client), ExitStack() as silent:
         for _ in range(30):
             silent.enter_context(connected(server.endpoint))
         until(lambda: server.stats().connections_refused == 27, "refusals")
-        with BlockClient(server.endpoint, here.cache) as client:
-            assert client.fetch(tokens) == 4
-            for _ in range(30):
-                silent.enter_context(connected(server.endpoint))
-            until(lambda: server.stats().connections_refused == 58, "refusals")
-            assert client.fetch_blocks(here.keys(tokens)) == expected(there, tokens)
-            assert server.stats().connections_refused == 58, "it has its place still"
+        assert client.fetch(tokens) == 4
+        for _ in range(30):
+            silent.enter_context(connected(server.endpoint))
+        until(lambda: server.stats().connections_refused == 58, "refusals")
+        assert client.fetch_blocks(here.keys(tokens)) == expected(there, tokens)
+        assert server.stats().connections_refused == 58, "it has its place still"
 
 
 def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:
-    there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
-    tokens = stored(there, 4)
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(make, layout=LARGE) as (there, here, tokens, server, client):
         assert client.fetch(tokens[:9]) == 2
         until(lambda: not there.cache.leases, "end of the leases")
         there.cache.close()

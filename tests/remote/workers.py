@@ -4,13 +4,15 @@ server."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import zmq
 
 from engine import Engine
+from kvpool.remote import BlockClient, BlockServer
 from kvpool.remote import session as wire
 from kvpool.remote.listener import ClientSecret
 from kvpool.remote.session import Blocks, Failed, Found, Hello, Message, Received, Session, Welcome
@@ -48,6 +50,24 @@ def expected(engine: Engine, tokens: Sequence[int]) -> list[bytes]:
     each = engine.expected.of((None, None), [(token, 0) for token in tokens])
     stacked = [np.stack(each[at : at + size], axis=2) for at in range(0, len(tokens) - size + 1, size)]
     return [block.tobytes() for block in stacked]
+
+
+@contextmanager
+def pair(
+    make: Make,
+    count: int = 4,
+    endpoint: str = "tcp://127.0.0.1:*",
+    *,
+    layout: Any = None,
+    limits: Any = None,
+    **reads: Any,
+) -> Iterator[tuple[Engine, Engine, list[int], BlockServer, BlockClient]]:
+    """A worker that serves a prompt of so many blocks, another one, the tokens, and a server and a client of them."""
+    there, here = worker(make, layout=layout), worker(make, layout=layout)
+    tokens = stored(there, count)
+    with BlockServer(there.cache, endpoint, limits=limits) as server:
+        with BlockClient(server.endpoint, here.cache, **reads) as client:
+            yield there, here, tokens, server, client
 
 
 class Raw:
