@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from router import Router
+from router import Router, Site
 
 from engine import Engine
 from kvpool.integrations.kv_events import KVEventPublisher
@@ -37,3 +38,15 @@ def route() -> Iterator[Callable[..., Router]]:
     yield build
     for router in opened:
         router.close()
+
+
+@pytest.fixture
+def site(make: Callable[..., Engine], publish: Callable[..., KVEventPublisher], route: Callable[..., Router]) -> Site:
+    """Makes an engine whose pool keeps that many events, a publisher of it, and what makes routers that follow it."""
+
+    def build(P: int = 8, S: int = 0, T: int = 4, events: int = 64, **options: Any) -> Any:
+        engine = make(T, P, S, event_capacity=events)
+        publisher = publish(engine, **options)
+        return engine, publisher, partial(route, publisher)
+
+    return build

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from engine import Engine
 from kvpool import KVCacheManager
 from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.state.records import PUBLISHED
@@ -20,6 +21,8 @@ WAIT_MS = 600_000
 
 Decode = Callable[[bytes], list[dict[str, Any]]]
 Hash = int | bytes
+Site = Callable[..., tuple[Engine, KVEventPublisher, Callable[..., "Router"]]]
+"""Makes an engine, a publisher of its pool, and what makes routers that follow it."""
 
 
 def plain(payload: bytes) -> list[dict[str, Any]]:

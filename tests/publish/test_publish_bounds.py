@@ -3,7 +3,6 @@ they leave undone."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from router import Router, cached
+from raw import connected, is_ended
+from router import Router, Site, cached
 
 from engine import Engine
 from kvpool.integrations.kv_events import KVEventPublisher
@@ -43,12 +43,11 @@ def peers(kind: int, endpoint: str | None, count: int) -> Iterator[list[zmq.Sock
     context: zmq.Context[Any] = zmq.Context()
     sockets = []
     for _ in range(count):
-        socket = context.socket(kind)
-        socket.rcvhwm, socket.rcvbuf, socket.linger = 1, 4096, 0
+        sockets.append(context.socket(kind))
+        sockets[-1].rcvhwm, sockets[-1].rcvbuf, sockets[-1].linger = 1, 4096, 0
         if kind == zmq.SUB:
-            socket.subscribe(b"")
-        socket.connect(str(endpoint))
-        sockets.append(socket)
+            sockets[-1].subscribe(b"")
+        sockets[-1].connect(str(endpoint))
     try:
         yield sockets
     finally:
@@ -66,55 +65,36 @@ def numbers_of(asker: zmq.Socket[bytes]) -> list[int]:
         numbers.append(number)
 
 
-def test_a_client_that_asks_and_never_reads_costs_a_message(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(T=WIDTH, P=BLOCKS + 1, event_capacity=4096)
-    publisher = publish(engine)
-    publish_much(engine, publisher, 40)
+@pytest.mark.parametrize(("clients", "asks"), [(1, 100), (20, 1)])
+def test_clients_that_ask_and_never_read_cost_a_message_each(site: Site, clients: int, asks: int) -> None:
+    engine, publisher, route = site(T=WIDTH, P=BLOCKS + 1, events=4096)
+    publish_much(engine, publisher, 20)
     before = peak_memory_bytes() or 0
-    with peers(zmq.DEALER, publisher.replay_endpoint, 1) as (stuck,):
-        for _ in range(100):
-            stuck.send_multipart([b"", bytes(8)])
-        until(lambda: publisher.stats().replays_cut == 99, "end of 99 replays")
+    with peers(zmq.DEALER, publisher.replay_endpoint, clients) as stuck:
+        for client in stuck * asks:
+            client.send_multipart([b"", bytes(8)])
+        until(lambda: sum(peer.asks for peer in list(publisher._replays._peers)) == clients, "requests")
+        until(lambda: publisher.stats().replays_cut == asks - 1, "end of all replays but the last of each client")
         publisher.flush()
-        assert 0 < publisher.stats().queued_bytes <= MESSAGE
-        # 100 copies of 40 messages are more than a gigabyte.
+        assert publisher.stats().queued_bytes <= clients * MESSAGE
+        # 100 copies of 20 messages are 400 MB.
         assert (peak_memory_bytes() or 0) - before < 100 << 20
-        late = route(publisher)
+        late = route()
         late.catch_up()
-        assert late.known == cached(engine.cache), "another client has its own"
+        assert late.known == cached(engine.cache), "a reader gets everything, a message at a time"
         # The last request is answered as far as the client reads.
-        numbers = numbers_of(stuck)
-        assert numbers[-1] == publisher.stats().messages - 1
+        assert all(numbers_of(client)[-1] == publisher.stats().messages - 1 for client in stuck)
     until(lambda: not publisher.stats().queued_bytes, "end of the queue")
 
 
-def test_many_clients_that_never_read_cost_a_message_each(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(T=WIDTH, P=BLOCKS + 1, event_capacity=4096)
-    publisher = publish(engine)
-    publish_much(engine, publisher, 20)
-    with peers(zmq.DEALER, publisher.replay_endpoint, 20) as stuck:
-        for client in stuck:
-            client.send_multipart([b"", bytes(8)])
-        until(lambda: sum(peer.asks for peer in list(publisher._replays._peers)) == 20, "20 replays")
-        publisher.flush()
-        assert publisher.stats().queued_bytes <= 20 * MESSAGE
-        late = route(publisher)
-        late.catch_up()
-        assert late.known == cached(engine.cache), "a reader gets everything, a message at a time"
-        assert all(numbers_of(client) == list(range(publisher.stats().messages)) for client in stuck), (
-            "and so does one that begins to read"
-        )
-    assert publisher.stats().replays_cut == 0
-
-
-def test_requests_for_nothing_are_bounded_too(make: Make, publish: Publish) -> None:
+def test_requests_for_nothing_are_bounded_too(site: Site) -> None:
     """Each is answered with one message without a payload."""
-    publisher = publish(make(event_capacity=64))
+    publisher = site()[1]
     with peers(zmq.DEALER, publisher.replay_endpoint, 1) as (stuck,):
         stuck.sndhwm = 0
-        for _ in range(20_000):
+        for _ in range(4_000):
             stuck.send_multipart([b"", b"\xff" * 8])
-        until(lambda: publisher.stats().replays + publisher.stats().replays_cut > 15_000, "answers")
+        until(lambda: publisher.stats().replays + publisher.stats().replays_cut > 3_000, "answers")
         assert publisher.stats().queued_bytes <= MESSAGE_BYTES
 
 
@@ -127,12 +107,9 @@ def asked(router: Any, publisher: Any) -> bool:
     return bool(publisher.stats().queued_bytes)
 
 
-def test_a_slow_reader_whose_messages_are_gone_goes_on_with_a_snapshot(
-    make: Make, publish: Publish, route: Route
-) -> None:
-    engine = make(T=WIDTH, P=BLOCKS + 1, event_capacity=4096)
-    publisher = publish(engine, replay_messages=30)
-    router = route(publisher)
+def test_a_slow_reader_whose_messages_are_gone_goes_on_with_a_snapshot(site: Site) -> None:
+    engine, publisher, route = site(T=WIDTH, P=BLOCKS + 1, events=4096, replay_messages=30)
+    router = route()
     publish_much(engine, publisher, 29)
     router.ask.close(linger=0)
     router.ask = router.context.socket(zmq.DEALER)
@@ -191,33 +168,13 @@ def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
     if scheme == "ipc":
         where[which] = f"ipc://{tmp_path}/socket"
     publisher = publish(engine, where["endpoint"], replay_endpoint=where["replay_endpoint"], connections=5)
-    address = str(getattr(publisher, which))
-    silent = []
-    for _ in range(40):
-        if scheme == "tcp":
-            silent.append(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=600))
-        else:
-            silent.append(socket.socket(socket.AF_UNIX))
-            silent[-1].settimeout(600)
-            silent[-1].connect(address.removeprefix("ipc://"))
+    silent = [connected(str(getattr(publisher, which))) for _ in range(40)]
     until(lambda: publisher.stats().connections_refused >= 35, "refusals")
     # To whoever connects ZeroMQ says what it speaks; then comes the end, which a socket that goes on never sees.
-    assert all(ended(connection) for connection in silent), "all are disconnected in the end"
+    assert all(is_ended(connection) for connection in silent), "all are disconnected in the end"
     router = route(publisher)
     engine.seed(range(9), committed=8)
     router.follow()
     assert router.known == cached(engine.cache)
     for connection in silent:
         connection.close()
-
-
-def ended(connection: socket.socket) -> bool:
-    """Whether the other end closes a connection within 600 s."""
-    try:
-        while connection.recv(64):
-            pass
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        return False
-    return True

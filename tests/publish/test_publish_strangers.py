@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 from raw import GREETING, command, connected, frame, goes_on, is_ended, let_in, read, read_frame, ready
-from router import Router, cached
+from router import Router, Site, cached
 
 from engine import Engine
 from kvpool.integrations.kv_events import KVEventPublisher
@@ -43,10 +43,10 @@ def replayed(peer: socket.socket) -> list[bytes]:
             frames = []
 
 
-def serves(publisher: KVEventPublisher, engine: Engine, route: Route) -> bool:
+def serves(engine: Engine, route: Route) -> bool:
     """Whether a router learns what is cached, from events and from a replay."""
     engine.seed(range(9), committed=8)
-    follower, late = route(publisher), route(publisher)
+    follower, late = route(), route()
     follower.follow()
     late.catch_up()
     return bool(follower.known == late.known == cached(engine.cache))
@@ -85,23 +85,19 @@ def test_who_takes_the_name_of_the_next_peer_does_not_end_the_process() -> None:
 
 
 @pytest.mark.parametrize(("which", "kind"), [("endpoint", b"SUB"), ("replay_endpoint", b"DEALER")])
-def test_a_message_that_never_ends_ends_its_connection(
-    make: Make, publish: Publish, route: Route, which: str, kind: bytes
-) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine)
+def test_a_message_that_never_ends_ends_its_connection(site: Site, which: str, kind: bytes) -> None:
+    engine, publisher, route = site()
     peer = let_in(str(getattr(publisher, which)), kind)
     assert not goes_on(peer, 32_768 * frame(b"", 1), 1000), "64 MB of empty frames, each of which ZeroMQ would keep"
     assert is_ended(peer)
-    assert serves(publisher, engine, route)
+    assert serves(engine, route)
     assert publisher.stats().talkers == (which == "endpoint")
     peer.close()
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(8, 100_000), (200, 10_000), (4_000, 20), (1 << 20, 1)])
-def test_a_subscriber_has_few_topics(make: Make, publish: Publish, route: Route, nbytes: int, count: int) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine)
+def test_a_subscriber_has_few_topics(site: Site, nbytes: int, count: int) -> None:
+    engine, publisher, route = site()
     peer = let_in(publisher.endpoint, b"SUB")
     topics = [frame(b"\x01" + place.to_bytes(8, "little") + bytes(nbytes - 8)) for place in range(count)]
     peer.settimeout(600)
@@ -111,13 +107,13 @@ def test_a_subscriber_has_few_topics(make: Make, publish: Publish, route: Route,
     except OSError:
         pass
     assert is_ended(peer)
-    assert serves(publisher, engine, route)
+    assert serves(engine, route)
     peer.close()
 
 
-def test_a_subscriber_may_name_the_whole_topic_and_some_others(make: Make, publish: Publish) -> None:
+def test_a_subscriber_may_name_the_whole_topic_and_some_others(site: Site) -> None:
     topic = 300 * "kv@"
-    publisher = publish(make(event_capacity=64), topic=topic)
+    publisher = site(topic=topic)[1]
     context: zmq.Context[Any] = zmq.Context()
     subscriber = context.socket(zmq.SUB)
     for name in (topic, *(f"another worker {place}" for place in range(100))):
@@ -147,20 +143,17 @@ WORDS = {
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
-def test_what_no_client_of_a_replay_says_ends_its_connection(
-    make: Make, publish: Publish, route: Route, words: bytes
-) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine)
+def test_what_no_client_of_a_replay_says_ends_its_connection(site: Site, words: bytes) -> None:
+    engine, publisher, route = site()
     peer = connected(str(publisher.replay_endpoint))
     peer.sendall(words)
     assert is_ended(peer)
     peer.close()
-    assert serves(publisher, engine, route)
+    assert serves(engine, route)
 
 
-def test_a_client_may_speak_a_byte_at_a_time(make: Make, publish: Publish) -> None:
-    publisher = publish(make(event_capacity=64))
+def test_a_client_may_speak_a_byte_at_a_time(site: Site) -> None:
+    publisher = site()[1]
     peer = connected(str(publisher.replay_endpoint))
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for byte in GREETING + ready(b"REQ", b"a name") + REQUEST:
@@ -172,15 +165,16 @@ def test_a_client_may_speak_a_byte_at_a_time(make: Make, publish: Publish) -> No
 
 
 def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(
-    make: Make, publish: Publish, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.integrations.kv_events.replay_server.SEND_BYTES", 4096)
-    publisher = publish(make(event_capacity=64))
+    publisher = site()[1]
     peer = let_in(str(publisher.replay_endpoint))
     peer.sendall(command(b"PING", b"\x00\x64context"))
     assert read_frame(peer) == (4, b"\x04PONGcontext")
     # A client that asks and does not read gets no more. The next request shows that all have been read.
-    assert goes_on(peer, 1000 * command(b"PING", b"\x00\x64" + bytes(16)), 200)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    assert goes_on(peer, 1000 * command(b"PING", b"\x00\x64" + bytes(16)), 20)
     peer.sendall(REQUEST)
     until(lambda: any(peer.asks for peer in list(publisher._replays._peers)), "request")
     publisher.flush()
@@ -188,8 +182,8 @@ def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(
     peer.close()
 
 
-def test_clients_with_names_and_heartbeats_are_served(make: Make, publish: Publish) -> None:
-    publisher = publish(make(event_capacity=64))
+def test_clients_with_names_and_heartbeats_are_served(site: Site) -> None:
+    publisher = site()[1]
     context: zmq.Context[Any] = zmq.Context()
     for kind in (zmq.DEALER, zmq.REQ, zmq.ROUTER):
         client = context.socket(kind)
@@ -202,12 +196,9 @@ def test_clients_with_names_and_heartbeats_are_served(make: Make, publish: Publi
     context.destroy(linger=0)
 
 
-def test_peers_that_say_nothing_keep_no_place_from_who_speaks(
-    make: Make, publish: Publish, route: Route, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_that_say_nothing_keep_no_place_from_who_speaks(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
-    engine = make(event_capacity=64)
-    publisher = publish(engine, connections=3)
+    publisher = site(connections=3)[1]
     silent = [connected(str(publisher.replay_endpoint)) for _ in range(20)]
     until(lambda: publisher.stats().connections_refused == 17, "refusals")
     client = let_in(str(publisher.replay_endpoint))
@@ -220,22 +211,20 @@ def test_peers_that_say_nothing_keep_no_place_from_who_speaks(
 
 
 def test_a_replay_socket_in_a_folder_leaves_nothing_and_takes_the_place_of_what_was_left(
-    make: Make, publish: Publish, route: Route, tmp_path: Path
+    site: Site, tmp_path: Path
 ) -> None:
     path = tmp_path / "replay"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    engine = make(event_capacity=64)
-    publisher = publish(engine, replay_endpoint=f"ipc://{path}")
+    engine, publisher, route = site(replay_endpoint=f"ipc://{path}")
     assert publisher.replay_endpoint == f"ipc://{path}" and stat.S_ISSOCK(path.stat().st_mode)
-    assert serves(publisher, engine, route)
+    assert serves(engine, route)
     publisher.close()
     assert not path.exists()
 
 
-def test_the_peer_that_was_idle_for_longest_gives_up_its_place(make: Make, publish: Publish) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine, connections=3)
+def test_the_peer_that_was_idle_for_longest_gives_up_its_place(site: Site) -> None:
+    publisher = site(connections=3)[1]
     idle = [let_in(str(publisher.replay_endpoint)) for _ in range(3)]
     idle[0].sendall(REQUEST)
     assert replayed(idle[0]) == [FIRST]
@@ -253,9 +242,8 @@ def test_the_peer_that_was_idle_for_longest_gives_up_its_place(make: Make, publi
         connection.close()
 
 
-def test_who_is_sent_a_replay_keeps_its_place(make: Make, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine, connections=2)
+def test_who_is_sent_a_replay_keeps_its_place(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = site(connections=2)[1]
     monkeypatch.setattr(History, "covers", lambda *_: time.sleep(0.001) or True)
     monkeypatch.setattr(History, "at", lambda history, place: (place.next, bytes(1 << 20)))  # it never ends
     busy = [let_in(str(publisher.replay_endpoint)) for _ in range(2)]
@@ -284,10 +272,9 @@ def test_a_file_that_is_in_the_way_is_not_removed(make: Make, tmp_path: Path) ->
 
 
 def test_a_replay_that_fails_is_logged_and_its_reader_does_not_wait_for_ever(
-    make: Make, publish: Publish, route: Route, caplog: pytest.LogCaptureFixture
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make(event_capacity=256)
-    publisher = publish(engine, replay_messages=1)
+    engine, publisher, route = site(events=256, replay_messages=1)
     for first in range(3):
         engine.seed(range(100 * first, 100 * first + 9), committed=8)
         publisher.flush()
@@ -301,4 +288,4 @@ def test_a_replay_that_fails_is_logged_and_its_reader_does_not_wait_for_ever(
         assert is_ended(peer)
     assert "a replay has ended" in caplog.text and "no snapshot today" in caplog.text
     publisher._replays._snapshot = snapshot
-    assert serves(publisher, engine, route)
+    assert serves(engine, route)

@@ -3,11 +3,11 @@ counted."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 import zipfile
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from router import WAIT_MS, Router, cached
+from router import WAIT_MS, Router, Site, cached
 
 from engine import Engine
 from kvpool import KVPoolError, PoolClosed
@@ -40,10 +40,9 @@ def published(router: Router, count: int = 0) -> list[dict[str, Any]]:
 # -- the schema --------------------------------------------------------------------------------
 
 
-def test_a_message_is_a_topic_a_number_and_a_batch(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine, topic="kv@worker-1", data_parallel_rank=3)
-    router = route(publisher)
+def test_a_message_is_a_topic_a_number_and_a_batch(site: Site) -> None:
+    engine, _, route = site(topic="kv@worker-1", data_parallel_rank=3)
+    router = route()
     while not router.sub.poll(10):
         engine.cache.reset()
     frames = router.sub.recv_multipart()
@@ -52,9 +51,9 @@ def test_a_message_is_a_topic_a_number_and_a_batch(make: Make, publish: Publish,
     assert events[0] == CLEARED and rank == 3 and abs(sent_at - time.time()) < 3600
 
 
-def test_stored_and_removed_have_the_published_fields(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(P=2, S=2, event_capacity=64)
-    router = route(publish(engine))
+def test_stored_and_removed_have_the_published_fields(site: Site) -> None:
+    engine, _, route = site(P=2, S=2)
+    router = route()
     engine.seed(range(5), committed=4)
     engine.seed(range(10, 18), committed=8)
     events = published(router)
@@ -74,9 +73,9 @@ def test_stored_and_removed_have_the_published_fields(make: Make, publish: Publi
     assert {"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU"} in events
 
 
-def test_namespaces_and_extra_ids_are_published(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(P=32, event_capacity=64)
-    router = route(publish(engine))
+def test_namespaces_and_extra_ids_are_published(site: Site) -> None:
+    engine, _, route = site(P=32)
+    router = route()
     names: list[dict[str, Any]] = [
         {"adapter_id": "lora"},
         {"adapter_id": 7},
@@ -169,22 +168,18 @@ def test_the_classes_of_vllm_read_every_message(
 
 
 @pytest.mark.parametrize("topic", ["kv@10.0.0.7@llama-3-8b", ""])
-def test_a_replay_has_the_topic_before_each_number_and_an_empty_one_at_its_end(
-    make: Make, publish: Publish, route: Route, topic: str
-) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine, topic=topic)
+def test_a_replay_has_the_topic_before_each_number_and_an_empty_one_at_its_end(site: Site, topic: str) -> None:
+    engine, publisher, route = site(topic=topic)
     engine.seed(range(9), committed=8)
     publisher.flush()
-    router = route(publisher)
+    router = route()
     assert [number for number, _ in router.replay(0)] == list(range(publisher.stats().messages))
     assert router.topics == [[topic.encode()]] * publisher.stats().messages + [[b""]]
 
 
-def test_readers_of_older_engines_get_replays_without_a_topic(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine, topic="kv@pod@model", replay_topic=False)
-    router = route(publisher)
+def test_readers_of_older_engines_get_replays_without_a_topic(site: Site) -> None:
+    _, publisher, route = site(topic="kv@pod@model", replay_topic=False)
+    router = route()
     assert len(router.replay(0)) == publisher.stats().messages
     assert router.topics == [[]] * (publisher.stats().messages + 1)
 
@@ -235,9 +230,9 @@ def test_a_replay_has_the_frames_of_vllms_own_publisher(
 # -- ends --------------------------------------------------------------------------------------
 
 
-def test_reset_clears_what_routers_know(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(event_capacity=64)
-    router = route(publish(engine))
+def test_reset_clears_what_routers_know(site: Site) -> None:
+    engine, _, route = site()
+    router = route()
     engine.seed(range(9), committed=8)
     router.follow()
     assert router.known["GPU"]
@@ -246,12 +241,9 @@ def test_reset_clears_what_routers_know(make: Make, publish: Publish, route: Rou
 
 
 @pytest.mark.parametrize("which", ["publisher", "pool"])
-def test_blocks_of_a_publisher_that_has_gone_are_dropped(
-    make: Make, publish: Publish, route: Route, which: str
-) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine)
-    router = route(publisher)
+def test_blocks_of_a_publisher_that_has_gone_are_dropped(site: Site, which: str) -> None:
+    engine, publisher, route = site()
+    router = route()
     engine.seed(range(9), committed=8)
     while not router.sub.poll(10):
         engine.cache.reset()
@@ -271,17 +263,14 @@ def test_blocks_of_a_publisher_that_has_gone_are_dropped(
 # -- peers that misbehave ----------------------------------------------------------------------
 
 
-def test_a_subscriber_that_does_not_read_is_counted_and_holds_up_nobody(
-    make: Make, publish: Publish, route: Route
-) -> None:
-    engine = make(P=64, T=64, event_capacity=256)
-    publisher = publish(engine, hwm=2)
+def test_a_subscriber_that_does_not_read_is_counted_and_holds_up_nobody(site: Site) -> None:
+    engine, publisher, route = site(P=64, T=64, events=256, hwm=2)
     context: zmq.Context[Any] = zmq.Context()
     stuck = context.socket(zmq.SUB)
     stuck.rcvhwm, stuck.rcvbuf = 1, 4096
     stuck.subscribe(b"")
     stuck.connect(publisher.endpoint)
-    router = route(publisher)
+    router = route()
     try:
         end = time.monotonic() + 600
         while not publisher.stats().overflows and time.monotonic() < end:
@@ -296,9 +285,9 @@ def test_a_subscriber_that_does_not_read_is_counted_and_holds_up_nobody(
         context.destroy(linger=0)
 
 
-def test_requests_that_are_none_are_counted_and_not_answered(make: Make, publish: Publish, route: Route) -> None:
-    publisher = publish(make(event_capacity=64))
-    router = route(publisher)
+def test_requests_that_are_none_are_counted_and_not_answered(site: Site) -> None:
+    _, publisher, route = site()
+    router = route()
     for frames in (
         [b""],
         [b"", b"1234567"],
@@ -323,10 +312,9 @@ def test_a_replay_of_what_has_not_been_published_yet_is_empty(
     assert route(publish(make(event_capacity=64))).replay(start) == []
 
 
-def test_a_client_that_has_gone_is_counted(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine, replay_messages=4, interval_ms=200)
-    router = route(publisher)
+def test_a_client_that_has_gone_is_counted(site: Site) -> None:
+    _, publisher, route = site(replay_messages=4, interval_ms=200)
+    router = route()
     router.replay(0)
     router.ask.send_multipart([b"", bytes(8)])
     router.ask.close(linger=600_000)
@@ -415,9 +403,8 @@ def test_what_is_not_a_pool_is_refused(cache: Any) -> None:
         KVEventPublisher(cache)
 
 
-def test_a_flush_whose_events_are_never_published_says_so(make: Make, publish: Publish) -> None:
-    engine = make(event_capacity=64)
-    publisher = publish(engine)
+def test_a_flush_whose_events_are_never_published_says_so(site: Site) -> None:
+    publisher = site()[1]
 
     def broken() -> None:
         raise PoolClosed("as a pool that was closed meanwhile")
@@ -427,29 +414,26 @@ def test_a_flush_whose_events_are_never_published_says_so(make: Make, publish: P
         publisher.flush()
 
 
-def test_a_pool_that_records_no_events_is_refused(make: Make) -> None:
+def test_a_pool_that_records_no_events_or_is_closed_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="event_capacity"):
         KVEventPublisher(make().cache)
-
-
-def test_a_closed_pool_is_refused(make: Make) -> None:
     engine = make(event_capacity=4)
     engine.cache.close()
     with pytest.raises(KVPoolError):
         KVEventPublisher(engine.cache)
 
 
-def test_a_taken_port_is_an_error_and_leaves_nothing_behind(make: Make, publish: Publish) -> None:
-    engine = make(event_capacity=4)
-    publisher = publish(engine)
+def test_a_taken_port_is_an_error_and_leaves_nothing_behind(site: Site) -> None:
+    engine, publisher, _ = site(events=4)
     with pytest.raises(zmq.ZMQError):
         KVEventPublisher(engine.cache, publisher.endpoint)
 
 
-def test_a_missing_package_names_the_extra() -> None:
-    for missing in ("msgspec", "zmq"):
-        script = f"import sys; sys.modules[{missing!r}] = None; import kvpool; import kvpool.integrations.kv_events"
-        run = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}
-        )
-        assert run.returncode == 1 and ".[events]" in run.stderr
+@pytest.mark.parametrize("missing", ["msgspec", "zmq"])
+def test_a_missing_package_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = "kvpool.integrations.kv_events"
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r"\.\[events\]"):
+        importlib.import_module(package)
