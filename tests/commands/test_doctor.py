@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import configparser
 import copy
+import functools
 import json
 import os
 import re
@@ -22,11 +23,15 @@ from kvpool.common.jit import cache
 from kvpool.tools.cli import doctor
 from kvpool.tools.cli.doctor import ABSENT, FAILED, OK, WARNING
 
+compiling = functools.cache(doctor._numba_cuda)
+"""Kernels of tables are compiled once for all tests of this file."""
+
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without CuPy, with a cache of its own."""
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(doctor, "_numba_cuda", compiling)
     for name in ("KVPOOL_DEVICE", "KVPOOL_COPY_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -103,7 +108,7 @@ def test_a_numba_cuda_that_is_not_used_or_compiles_nothing_is_said(monkeypatch: 
     ):
         there = SimpleNamespace(__file__=place, compile_for=compile_for, KERNELS={"any": None})
         monkeypatch.setattr(doctor.importlib, "import_module", lambda name, there=there: there)
-        package = doctor._numba_cuda(version)
+        package = compiling.__wrapped__(version)
         assert package["place"] == place
         assert package["error"] is None if wrong is None else wrong in package["error"]
 

@@ -79,9 +79,15 @@ def test_dtypes_of_other_packages_are_accepted_by_their_names() -> None:
 STORE = "store memory: --listen tcp://127.0.0.1:0 --block-bytes 4096 --secret-file none"
 
 
-def test_a_command_without_pyzmq_names_the_extra() -> None:
-    done = run_without(["zmq"], f"from kvpool.__main__ import main\nsys.exit(main({STORE.split()}))")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and ".[remote]" in done.stderr, done.stderr
+def test_a_command_without_pyzmq_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    for name in [name for name in sys.modules if name.startswith(("kvpool.remote", "kvpool.storage.backends.peer"))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(STORE.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and ".[remote]" in said
 
 
 def test_the_doctor_reports_where_numba_cannot_be_imported() -> None:
@@ -94,7 +100,7 @@ def test_the_doctor_reports_where_numba_cannot_be_imported() -> None:
 
 def test_public_names_are_imported_when_they_are_used() -> None:
     lazy = "assert 'numba' not in sys.modules; kvpool.KVCacheManager; assert 'numba' in sys.modules"
-    done = run_without([], f"import kvpool; {lazy}")
+    done = run_without([], f"import kvpool; {lazy}; assert 'kvpool.integrations.tracing' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 

@@ -40,16 +40,15 @@ def test_who_uses_a_master_is_warned_that_clients_are_open_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "words"),
+    ("changes", "words", "advice"),
     [
-        ({"version": "9.9"}, WARNING, "9.9, tested is"),
-        ({"error": "Mooncake cannot be loaded: apt-get install libibverbs1"}, WARNING, "cannot be loaded"),
+        ({"version": "9.9"}, "9.9, tested is", ""),
+        ({"error": "Mooncake cannot be loaded: apt-get install x"}, "cannot be loaded", "apt-get install x"),
     ],
 )
-def test_a_client_that_cannot_be_used_is_named(changes: dict[str, Any], status: str, words: str) -> None:
+def test_a_client_that_cannot_be_used_is_named(changes: dict[str, Any], words: str, advice: str) -> None:
     check = doctor.judge_mooncake(WELL | changes)[0]
-    assert check.status == status and words in check.reason
-    assert check.advice in ("", "apt-get install libibverbs1")
+    assert (check.status, check.advice) == (WARNING, advice) and words in check.reason
 
 
 def test_where_it_is_not_installed_the_list_of_packages_says_so() -> None:
@@ -77,7 +76,10 @@ def test_what_is_not_an_address_is_not_a_crash(text: str) -> None:
     assert "expected HOST:PORT" in doctor.look_at_mooncake(text)["unreachable"]
 
 
-def test_the_command_has_it(listening: str, nobody: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_has_it(
+    listening: str, nobody: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_numba_cuda", lambda version: {"place": "", "error": None})
     assert main(["doctor", "--mooncake", listening, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mooncake"]["seen_as"] == "127.0.0.1"
     assert main(["doctor", "--mooncake", nobody]) == 1

@@ -354,7 +354,7 @@ print(compiled)
 """
 
 
-@pytest.mark.parametrize("per", [1, 2])
+@pytest.mark.parametrize("per", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("kind", ["cpu", GPU])
 def test_the_first_job_compiles_nothing(kind: str, per: int) -> None:
     if kind == "gpu":
