@@ -164,8 +164,11 @@ def test_nothing_reused_is_said_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "one.svg").exists()
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
-@pytest.mark.parametrize("arguments", [["--sample", "0.5"], ["--device-blocks", "1500", "--host-blocks", "3000"]])
+SAMPLED = ["--limit", "100", "--sample", "0.5"]
+SIZED = ["--limit", "100", "--device-blocks", "1500", "--host-blocks", "3000"]
+
+
+@pytest.mark.parametrize(("suffix", "arguments"), [("png", SIZED), ("svg", SIZED), ("svg", SAMPLED), ("html", SAMPLED)])
 def test_charts_are_drawn(
     suffix: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +186,7 @@ def test_charts_are_drawn(
     assert ("two standard errors of the sample" in text) == sampled == ("device + host</text>" not in text)
 
 
-@pytest.mark.parametrize("arguments", [["--sample", "0.5"], ["--device-blocks", "1500", "--host-blocks", "3000"]])
+@pytest.mark.parametrize("arguments", [SAMPLED, SIZED])
 def test_labels_of_a_chart_lie_on_no_curve(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

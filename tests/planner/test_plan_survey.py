@@ -4,6 +4,7 @@ error."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from random import Random
 from typing import Any
 
@@ -19,32 +20,38 @@ from kvpool.tools.replay import Replay, ReplayConfig, Trace, read_trace, stream_
 from kvpool.tools.replay.content import Request
 from tests import data
 
-Chain = tuple[Any, ...]
+NAMES: dict[tuple[Any, ...], int] = {}
+"""A number for each prefix: for its namespace, or for the number of the prefix before it and the tokens of a block."""
 
 
-def chains(request: Request, size: int) -> list[Chain]:
+def chains(request: Request, size: int) -> list[int]:
     """What distinguishes each full block of a request: namespace and all tokens up to its end."""
-    tokens = [*request.prompt().tolist(), *request.output().tolist()]
-    return [(request.salt, request.adapter_id, *tokens[:end]) for end in range(size, len(tokens) + 1, size)]
+    tokens, numbers = [*request.prompt().tolist(), *request.output().tolist()], list[int]()
+    above = NAMES.setdefault((request.salt, request.adapter_id), len(NAMES))
+    for end in range(size, len(tokens) + 1, size):
+        above = NAMES.setdefault((above, *tokens[end - size : end]), len(NAMES))
+        numbers.append(above)
+    return numbers
 
 
-def lru_hits(requests: list[Request], size: int, capacity: int) -> list[int]:
-    """Blocks that each request finds in an LRU cache: all hits are claimed, then everything is touched from the
-    tail."""
-    cache: OrderedDict[Chain, None] = OrderedDict()
-    hits_of_requests = []
-    for request in requests:
-        blocks = chains(request, size)
-        hits = 0
-        while hits < (request.input_length - 1) // size and blocks[hits] in cache:
-            hits += 1
-        hits_of_requests.append(hits)
-        for block in reversed(blocks):
-            cache[block] = None
-            cache.move_to_end(block)
-        while len(cache) > capacity:
-            cache.popitem(last=False)
-    return hits_of_requests
+def lru_hits(requests: list[Request], size: int, capacities: Iterable[int]) -> Iterator[list[int]]:
+    """For each capacity, the blocks that each request finds in an LRU cache: all hits are claimed, then everything is
+    touched from the tail."""
+    rows = [(chains(request, size), (request.input_length - 1) // size) for request in requests]
+    for capacity in capacities:
+        cache: OrderedDict[int, None] = OrderedDict()
+        hits_of_requests = []
+        for blocks, usable in rows:
+            hits = 0
+            while hits < usable and blocks[hits] in cache:
+                hits += 1
+            hits_of_requests.append(hits)
+            for block in reversed(blocks):
+                cache[block] = None
+                cache.move_to_end(block)
+            while len(cache) > capacity:
+                cache.popitem(last=False)
+        yield hits_of_requests
 
 
 def native(seed: int, count: int = 60) -> list[Request]:
@@ -84,16 +91,15 @@ def assert_equals_lru(requests: list[Request], size: int) -> None:
     assert survey.curve.exact
     distinct = {chain for request in requests for chain in chains(request, size)}
     assert survey.distinct_blocks == len(distinct)
-    for capacity in range(len(distinct) + 3):
-        assert survey.curve.hits(capacity) == sum(lru_hits(requests, size, capacity)), capacity
+    for capacity, hits in enumerate(lru_hits(requests, size, range(len(distinct) + 3))):
+        assert survey.curve.hits(capacity) == sum(hits), capacity
     assert survey.curve.ceiling == survey.curve.hits(len(distinct)) and survey.curve.error(5) == 0
     for wanted in (1, survey.curve.ceiling / 2, survey.curve.ceiling, survey.curve.ceiling + 1):
         capacity, reachable = survey.curve.capacity_for(wanted), min(wanted, survey.curve.ceiling)
         assert survey.curve.hits(capacity) >= reachable > survey.curve.hits(capacity - 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(("size", "seed"), [(1, 1), (2, 2), (3, 3), (5, 1)])
 def test_curve_of_tokens_is_that_of_an_lru_cache(size: int, seed: int) -> None:
     assert_equals_lru(native(seed), size)
 
@@ -105,7 +111,7 @@ def test_curve_of_ids_is_that_of_an_lru_cache(tokens_per_id: int, size: int) -> 
 
 def test_tables_that_grow_and_are_compacted_all_the_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_module, "_START", 1)
-    assert_equals_lru(native(5, 150), 2)
+    assert_equals_lru(native(5, 100), 2)
 
 
 def test_last_token_of_a_prompt_is_never_found_and_answers_are() -> None:
@@ -123,8 +129,8 @@ def test_each_tenant_has_the_curve_of_its_own_requests_in_the_shared_cache() -> 
     requests = native(6, 80)
     survey = survey_of(requests, tokens_per_block=3)
     assert {tenant.name for tenant in survey.tenants} == {"a", NOBODY}
-    for capacity in (1, 5, 20, 60, 150, 10_000):
-        hits_of_requests = lru_hits(requests, 3, capacity)
+    capacities = (1, 5, 20, 60, 150, 10_000)
+    for capacity, hits_of_requests in zip(capacities, lru_hits(requests, 3, capacities), strict=True):
         for tenant in survey.tenants:
             of = [request.salt or NOBODY for request in requests]
             tenant_hits = [hits for hits, name in zip(hits_of_requests, of, strict=True) if name == tenant.name]
@@ -193,7 +199,7 @@ def test_a_sample_is_as_good_as_it_says(seed: int) -> None:
 
 def test_two_standard_errors_hold_most_of_the_time_where_the_curve_is_steep() -> None:
     beyond = []
-    for seed in range(16):
+    for seed in range(10):
         requests = synthetic(300, seed=seed).requests
         exact, sampled = survey_of(requests).curve, survey_of(requests, sample=0.1).curve
         beyond += [abs(sampled.hits(c) - exact.hits(c)) > 2 * sampled.error(c) for c in (1_000, 1_500, 2_000, 2_500)]
@@ -267,24 +273,24 @@ def replayed(trace: Trace, device_blocks: int, host_blocks: int = 0, active: int
 
 
 def test_curve_is_the_replays_where_chats_wait_for_their_answers() -> None:
-    trace = synthetic(300, seed=1)
+    trace = synthetic(150, seed=1)
     survey = survey_of(trace.requests)
-    for device_blocks in (600, 1_500, 4_000, 20_000):
+    for device_blocks in (600, 1_500, 20_000):
         hits = replayed(trace, device_blocks, active=1)
-        assert hits > 100_000
+        assert hits > 30_000
         assert survey.hit_tokens(device_blocks) == pytest.approx(hits, rel=0.01)
 
 
 def test_both_tiers_hit_like_one_cache_of_the_summed_size() -> None:
-    trace = synthetic(300, seed=2)
+    trace = synthetic(150, seed=2)
     survey = survey_of(trace.requests)
-    for device_blocks, host_blocks in ((600, 900), (1_500, 2_500)):
+    for device_blocks, host_blocks in ((600, 900), (900, 1_500)):
         hits = replayed(trace, device_blocks, host_blocks, active=1)
         assert survey.hit_tokens(device_blocks + host_blocks) == pytest.approx(hits, rel=0.01)
         assert survey.hit_tokens(device_blocks) < 0.9 * hits
 
 
-@pytest.mark.parametrize("device_blocks", [20_000, 40_000, 80_000, 400_000])
+@pytest.mark.parametrize("device_blocks", [20_000, 400_000])
 def test_curve_of_a_trace_of_chats_is_the_replays(chats: Trace, device_blocks: int) -> None:
     assert survey_of(chats.requests).hit_tokens(device_blocks) == pytest.approx(
         replayed(chats, device_blocks), rel=0.01

@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {"device_blocks": 400, "host_blocks": 32, "active": 4, "d
 
 def run(store: Store, trace: Trace | None = None, *, verify: bool = True, **options: Any) -> Summary:
     config = ReplayConfig(LAYOUT, **(TINY | {"store": store, "verify": verify} | options))
-    with Replay(trace or synthetic(60, seed=3), config) as replay:
+    with Replay(trace or synthetic(20, seed=3), config) as replay:
         return replay.run()
 
 
@@ -40,13 +40,13 @@ def store() -> Iterator[MemoryStore]:
 def test_the_second_run_starts_warm_and_every_byte_is_right(store: MemoryStore) -> None:
     cold, warm = run(store), run(store)
     for summary in (cold, warm):
-        assert summary.requests == 60 and summary.failure is None
+        assert summary.requests == 20 and summary.failure is None
         assert summary.verified is not None and summary.stored is not None
         assert summary.verified.reused_tokens == summary.hits.tokens
         assert summary.verified.loaded_blocks == summary.stored.loaded_blocks > 0
         assert set(summary.stored.not_loaded) <= {"cancelled"}, "by prefetches for which the host has no room"
     assert cold.stored is not None and warm.stored is not None
-    assert cold.stored.earlier_tokens == 0 and cold.stored.saved_blocks > 1000
+    assert cold.stored.earlier_tokens == 0 and cold.stored.saved_blocks > 300
     assert warm.stored.earlier_tokens > 0 and warm.hits.tokens > cold.hits.tokens
     assert warm.stored.saved_blocks < cold.stored.saved_blocks
     assert "it started cold" in cold.text() and "it started warm" in warm.text()
@@ -150,7 +150,7 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(store: MemoryStore)
     wrong.before["open"] = fail
     with pytest.raises(OSError, match="I/O error"):
         run(wrong)
-    assert run(store).requests == 60
+    assert run(store).requests == 20
 
 
 COMMAND = ["replay", "--limit", "40", "--device-blocks", "400", "--host-blocks", "64", "--active", "4", "--verify"]
