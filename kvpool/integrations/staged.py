@@ -60,7 +60,7 @@ class _Hits:
         with self._lock:
             again = {self._open[name] for name in names if name in self._open}
             gone = {hit for hit in self._open.values() if hit.at + self._seconds < now}
-            self._end(again | gone, now, told=False)
+            self._end(again | gone, now, measured=False)
             self._lapse(now)
             live = [hit for hit in self._open.values() if hit not in self._lapsed]
             waited = max(0.0, now - min([hit.at for hit in live], default=now))
@@ -82,30 +82,30 @@ class _Hits:
             attempts = {attempt for name in came if (attempt := self._open.get(name)) is not None}
             for attempt in attempts:
                 if attempt in self._lapsed:
-                    self._end({attempt}, now, told=False)
+                    self._end({attempt}, now, measured=False)
                     continue
                 mine = [ok for name, ok in came.items() if self._open.get(name) is attempt]
                 attempt.note(sum(mine), began, now)
                 if not all(mine) or attempt.came == attempt.items:
-                    self._end({attempt}, now, told=True)
+                    self._end({attempt}, now, measured=True)
 
     def leave(self, names: Sequence[bytes], now: float) -> None:
         """These blocks are no longer wanted. A hit of which nothing is wanted ends, and does not count for the
         store."""
         with self._lock:
             left = {attempt for name in names if (attempt := self._open.pop(name, None)) is not None}
-            self._end(left - {*self._open.values()}, now, told=False)
+            self._end(left - {*self._open.values()}, now, measured=False)
 
     def _lapse(self, now: float) -> None:
         """Drop hits whose time is over and whose load has not begun. Their names stay, with the deadline of a load."""
         for attempt in {*self._open.values()} - self._loading - self._lapsed:
             if attempt.until < now:
-                attempt.end(now, told=False)
+                attempt.end(now, measured=False)
                 self._lapsed.add(attempt)
 
-    def _end(self, attempts: Set[LoadAttempt], now: float, told: bool) -> None:
+    def _end(self, attempts: Set[LoadAttempt], now: float, measured: bool) -> None:
         for attempt in attempts - self._lapsed:
-            attempt.end(now, told=told)
+            attempt.end(now, measured=measured)
         self._loading -= attempts
         self._lapsed -= attempts
         for name in [name for name, attempt in self._open.items() if attempt in attempts] if attempts else ():

@@ -34,8 +34,8 @@ Contexts = Sequence[bytes] | None
 
 
 class StoreCalls:
-    """The calls of one store, on the threads of its queue. ``forget`` has the queue drop blocks. Thread-safe, as far as
-    the store is."""
+    """The calls of one store, on the threads of its worker. ``forget`` has the worker drop blocks. Thread-safe, as far
+    as the store is."""
 
     def __init__(self, store: Store, secret: Secret, memory: Bytes, forget: Callable[[Keys], object]) -> None:
         self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
@@ -46,33 +46,33 @@ class StoreCalls:
         stored_keys = self._stored(keys)
         return _codes(self._store.find(stored_keys.copy()), len(stored_keys))
 
-    def do(self, job: StoreRequest, places: Rows) -> tuple[Bytes, str]:
-        """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
+    def do(self, request: StoreRequest, places: Rows) -> tuple[Bytes, str]:
+        """One call of the store, for these places of a request. Returns the codes, and the text of an error."""
         try:
-            if job.kind == FORGET:
-                keys = np.frombuffer(b"".join(job.key_bytes), np.uint8).reshape(-1, KEY_BYTES)
-                job.dropped += int(self._store.forget(self._stored(keys).copy()))
+            if request.kind == FORGET:
+                keys = np.frombuffer(b"".join(request.key_bytes), np.uint8).reshape(-1, KEY_BYTES)
+                request.dropped += int(self._store.forget(self._stored(keys).copy()))
                 return NO_CODES, ""
-            if job.kind == CLEAR:
-                self._clear(job)
+            if request.kind == CLEAR:
+                self._clear(request)
                 return NO_CODES, ""
-            job_keys = job.keys if len(places) == len(job.keys) else job.keys[places]
-            if job.kind == FIND:
+            job_keys = request.keys if len(places) == len(request.keys) else request.keys[places]
+            if request.kind == FIND:
                 return self.find(job_keys), ""
             keys = self._stored(job_keys)
-            if job.lend is not None and isinstance(job_keys, BlockNames):
-                return self._lent(job, job.lend, job_keys, keys), ""
-            call = self._sealed if job.kind == SAVE else self._checked
-            return call(job, keys, job.rows[places], _contexts(job_keys)), ""
+            if request.lend is not None and isinstance(job_keys, BlockNames):
+                return self._lent(request, request.lend, job_keys, keys), ""
+            call = self._saved if request.kind == SAVE else self._checked
+            return call(request, keys, request.rows[places], _contexts(job_keys)), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
             return np.full(len(places), FAILED, np.uint8), _text_of(error)
 
-    def _clear(self, job: StoreRequest) -> None:
+    def _clear(self, request: StoreRequest) -> None:
         """The epoch comes first: whatever happens then, the blocks of the one before are not asked for any more."""
-        epoch = self._asked(new=True) if job.renews else b""
-        if getattr(self._store, "clears_prefix", 0) >= len(job.tag):
-            job.dropped += int(self._store.clear(job.tag))
-        if job.renews:
+        epoch = self._asked(new=True) if request.renews else b""
+        if getattr(self._store, "clears_prefix", 0) >= len(request.tag):
+            request.dropped += int(self._store.clear(request.tag))
+        if request.renews:
             with self._lock:
                 self._epoch = epoch or os.urandom(EPOCH_BYTES)
 
@@ -94,12 +94,12 @@ class StoreCalls:
                 self._epoch = epoch if self._epoch is None else self._epoch
         return self._secret.in_epoch(self._secret.keys(blocks), self._epoch)
 
-    def _sealed(self, job: StoreRequest, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
-        """Seal rows and save them."""
-        sealed = keys.copy(), rows.copy(), self._secret.mac(keys, rows, self._memory, contexts)
-        return _codes(self._store.save(*sealed, job.tag, job.limit, lambda: job.done), len(keys))
+    def _saved(self, request: StoreRequest, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+        """MAC rows and save them."""
+        saved = keys.copy(), rows.copy(), self._secret.mac(keys, rows, self._memory, contexts)
+        return _codes(self._store.save(*saved, request.tag, request.limit, lambda: request.done), len(keys))
 
-    def _lent(self, job: StoreRequest, lend: Lend, names: BlockNames, keys: Bytes) -> Bytes:
+    def _lent(self, request: StoreRequest, lend: Lend, names: BlockNames, keys: Bytes) -> Bytes:
         """Save rows that are lent, but not while names are hashed."""
         codes = np.full(len(keys), ABSENT, np.uint8)
         try:
@@ -108,23 +108,23 @@ class StoreCalls:
                 if len(lent_rows) != len(names):
                     raise ValueError(f"rows: expected one for each of {len(names)} names, got {len(lent_rows)}")
                 present = np.flatnonzero(lent_rows >= 0)
-                # What was lent after a job was given up may be something else under the same name.
-                if len(present) and not job.done:
+                # What was lent after a request was given up may be something else under the same name.
+                if len(present) and not request.done:
                     present_rows = rows_argument(lent_rows[present], len(present), len(self._memory), False)
-                    codes[present] = self._sealed(job, keys[present], present_rows, names[present].contexts)
+                    codes[present] = self._saved(request, keys[present], present_rows, names[present].contexts)
         except BlockNotFound:
-            # The rows may have got other bytes before the store had read them, and their seals would be right.
+            # The rows may have got other bytes before the store had read them, and their MACs would be right.
             codes[:] = ABSENT
             with suppress(StoreBusy, PoolClosed):
                 self._forget(names)
         return codes
 
-    def _checked(self, job: StoreRequest, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
-        """Load, and compare each block with its seal. The store is told to forget those that differ."""
-        answer, stored_seals = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
-        codes, macs = _codes(answer, len(keys)), np.asarray(stored_seals, np.uint8).reshape(len(keys), MAC_BYTES)
+    def _checked(self, request: StoreRequest, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+        """Load, and compare each block with its MAC. Have the store forget those that differ."""
+        answer, stored_macs = self._store.load(keys.copy(), rows.copy(), lambda: request.done)
+        codes, macs = _codes(answer, len(keys)), np.asarray(stored_macs, np.uint8).reshape(len(keys), MAC_BYTES)
         loaded = np.flatnonzero(codes == OK)
-        if len(loaded) and not job.done:
+        if len(loaded) and not request.done:
             known = contexts and [contexts[place] for place in loaded.tolist()]
             right = self._secret.mac(keys[loaded], rows[loaded], self._memory, known)
             wrong = loaded[(macs[loaded] != right).any(axis=1)]

@@ -98,8 +98,8 @@ class Load:
 class LoadPolicy(Protocol):
     """Says how many blocks of a hit are loaded, and when a load is given up. ``LoadOrCompute`` is one."""
 
-    def choose(self, there: int, ahead_bytes: int, spare: float, waited: float) -> Load:
-        """How many of the ``there`` leading blocks that a store has are loaded. See ``LoadOrCompute.choose``."""
+    def choose(self, available: int, ahead_bytes: int, spare: float, waited: float) -> Load:
+        """How many of the ``available`` leading blocks that a store has are loaded. See ``LoadOrCompute.choose``."""
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
         """Whether to give the load up."""
@@ -114,8 +114,8 @@ class LoadPolicy(Protocol):
 @dataclass(eq=False)
 class LoadAttempt:
     """What is loaded from one store against the engine, which may compute it sooner. ``items``: blocks to load in all
-    groups of layers, at least 1, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job
-    did."""
+    groups of layers, at least 1, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first store
+    request did."""
 
     policy: LoadPolicy
     load: Load
@@ -135,7 +135,7 @@ class LoadAttempt:
         return self.at + self.load.until
 
     def note(self, items: int, began: float, now: float) -> None:
-        """So many blocks have come, by a job that began then."""
+        """So many blocks have come, by a store request that began then."""
         self.came, self.began = self.came + items, min(self.began, began)
         self.lost(now)
 
@@ -143,10 +143,10 @@ class LoadAttempt:
         """Whether to give it up: the engine computes the rest sooner."""
         return self.policy.late(self.load, self.places, max(0.0, now - self.at))
 
-    def end(self, now: float, *, told: bool = True) -> None:
+    def end(self, now: float, *, measured: bool = True) -> None:
         """It has ended. What it took is learned from, if it was ended for a reason that tells of the store."""
         took = max(0.0, now - self.at)
-        if told:
+        if measured:
             self.policy.end(self.load, self.places, took, min(took, max(0.0, self.began - self.at)))
         else:
             self.policy.drop(self.load)
@@ -194,23 +194,23 @@ class LoadOrCompute:
         self._fresh = True
         self._hits = 0
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
-        """Choose how many of the ``there`` leading blocks that the store has are loaded now.
+    def choose(self, available: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
+        """Choose how many of the ``available`` leading blocks that the store has are loaded now.
 
         ``ahead_bytes``: what the store loads before. ``spare``: seconds that the request will wait for the engine in
         any case; a load costs nothing meanwhile. ``waited``: for how many seconds the oldest load under way has been
         waited for, whose request then needs the same engine.
         """
-        there = integer_argument("there", there, 0, 1 << 40)
+        available = integer_argument("there", available, 0, 1 << 40)
         ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
         number_argument("spare", spare)
         number_argument("waited", waited)
-        if not there:
+        if not available:
             return Load(0)
         with self._lock:
-            saved = there * self.block_seconds
+            saved = available * self.block_seconds
             self._count(saved)
-            load = Load(there, spare=spare, grace=spare, ahead=ahead_bytes * self._speed.per_byte)
+            load = Load(available, spare=spare, grace=spare, ahead=ahead_bytes * self._speed.per_byte)
             load.risk = self._risk(load, saved, waited)
             if not load.risk:
                 return Load(0)

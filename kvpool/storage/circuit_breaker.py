@@ -26,15 +26,15 @@ class BreakerStats:
 
     reads_suspended: bool
     writes_suspended: bool
-    failed_jobs: int
-    """jobs that counted as failures"""
+    failed_requests: int
+    """requests that counted as failures"""
     suspensions: int
     probes: int
-    """jobs that were allowed, one at a time, while the store was suspended"""
+    """requests that were allowed, one at a time, while the store was suspended"""
 
 
 class _Kind:
-    """What is known of a store's jobs of one kind. The lock of the owner guards it.
+    """What is known of a store's requests of one kind. The lock of the owner guards it.
 
     ``found``, of loads: a find that probes has found blocks, and none of their loads is done yet.
     """
@@ -44,7 +44,7 @@ class _Kind:
         self.answered()
 
     def answered(self) -> None:
-        """A job was answered."""
+        """A request was answered."""
         self.failures, self.suspended, self.probing, self.found = 0, False, False, False
         self.wait, self.probe_at = self.wait_first, 0.0
 
@@ -54,18 +54,18 @@ class _Kind:
 
 
 class CircuitBreaker:
-    """Suspends a store after consecutive failures, and tries it again with one job after a while.
+    """Suspends a store after consecutive failures, and tries it again with one request after a while.
 
-    ``failures``: so many failed jobs in a row suspend it. ``probe_seconds``: how long until the next job is tried. It
-    doubles with every probe that fails, up to ``probe_seconds_max``. A job that the store answers ends the suspension.
-    ``clock``: () -> float, monotonic seconds.
+    ``failures``: so many failed requests in a row suspend it. ``probe_seconds``: how long until the next request is
+    tried. It doubles with every probe that fails, up to ``probe_seconds_max``. A request that the store answers ends
+    the suspension. ``clock``: () -> float, monotonic seconds.
 
-    A job has failed if no block of it was answered: all are FAILED, LATE or DAMAGED. A block that is absent, or refused
-    because the store is full, is an answer. A job that was cancelled says nothing. Nor does a save of blocks that had
-    gone before the store got them; as a probe, it leaves the next job to be one.
+    A request has failed if no block of it was answered: all are FAILED, LATE or DAMAGED. A block that is absent, or
+    refused because the store is full, is an answer. A request that was cancelled says nothing. Nor does a save of
+    blocks that had gone before the store got them; as a probe, it leaves the next request to be one.
 
     Reads and writes are suspended apart, since a disk that is full or read-only still gives what it has. Failures are
-    counted for each kind of job: a find that is answered does not excuse loads that fail. Reads are suspended when
+    counted for each kind of request: a find that is answered does not excuse loads that fail. Reads are suspended when
     finds or loads are. A probe of loads begins with a find. If that finds nothing, the next find is a probe too, until
     blocks are found and loaded. Drops say nothing.
 
@@ -88,9 +88,9 @@ class CircuitBreaker:
         self._failed, self._suspensions, self._probes = 0, 0, 0
 
     def usable(self, *, writes: bool = False, found: bool = False) -> bool:
-        """Whether a job may be begun now. While the store is suspended, this is true once after each wait: the job that
-        is begun then is the probe. ``found``: the job loads blocks that a find has found. It may then be begun with the
-        probe of that find."""
+        """Whether a request may be begun now. While the store is suspended, this is true once after each wait: the
+        request that is begun then is the probe. ``found``: the request loads blocks that a find has found. It may then
+        be begun with the probe of that find."""
         with self._lock:
             down = self._suspended(writes)
             if not down:
@@ -117,15 +117,15 @@ class CircuitBreaker:
         """Whether it is suspended for reads or for writes."""
         return self.suspended() or self.suspended(writes=True)
 
-    def note(self, job: StoreRequest) -> None:
-        """Learn from a job that is done. Call it once for each job."""
-        failed = _failed(job)
-        if job.kind in DROPS:
+    def note(self, request: StoreRequest) -> None:
+        """Learn from a request that is done. Call it once for each request."""
+        failed = _failed(request)
+        if request.kind in DROPS:
             return
         with self._lock:
-            kind = self._kinds[job.kind]
+            kind = self._kinds[request.kind]
             if failed is None:
-                if kind.probing and "absent" in job.counts:
+                if kind.probing and "absent" in request.counts:
                     kind.probing, kind.probe_at = False, self._clock()
                 return
             self._failed += failed
@@ -134,8 +134,8 @@ class CircuitBreaker:
                 return
             kind.answered()
             loads = self._kinds[LOAD]
-            if job.kind == FIND and loads.probing and not loads.found:
-                loads.found = "ok" in job.counts
+            if request.kind == FIND and loads.probing and not loads.found:
+                loads.found = "ok" in request.counts
                 if not loads.found:
                     loads.probing, loads.probe_at = False, self._clock()
 
@@ -152,11 +152,11 @@ class CircuitBreaker:
             return BreakerStats(reads, writes, self._failed, self._suspensions, self._probes)
 
     def _suspended(self, writes: bool) -> list[_Kind]:
-        """The kinds of jobs that are suspended. The lock is held."""
+        """The kinds of requests that are suspended. The lock is held."""
         return [self._kinds[kind] for kind in (_WRITES if writes else _READS) if self._kinds[kind].suspended]
 
     def _failure(self, kind: _Kind) -> None:
-        """A job of this kind has failed. The lock is held."""
+        """A request of this kind has failed. The lock is held."""
         kind.failures += 1
         if not kind.suspended and kind.failures >= self._most:
             kind.suspended, kind.probe_at = True, self._clock() + kind.wait
@@ -175,15 +175,15 @@ def number_argument(name: str, value: Any, least: float = 0.0) -> float:
     return float(value)
 
 
-def _failed(job: StoreRequest) -> bool | None:
-    """Whether a job has failed. None if it says nothing."""
+def _failed(request: StoreRequest) -> bool | None:
+    """Whether a request has failed. None if it says nothing."""
     # The store was not asked to save what is absent.
-    told = job.counts.keys() - {"cancelled", "absent" if job.kind == SAVE else ""}
-    return told <= {"failed", "late", "damaged"} if told else None
+    codes = request.counts.keys() - {"cancelled", "absent" if request.kind == SAVE else ""}
+    return codes <= {"failed", "late", "damaged"} if codes else None
 
 
 REPEAT_SECONDS = 60.0
-"""How long until trouble that goes on is told again."""
+"""How long until trouble that goes on is logged again."""
 _MEANING = {
     "absent": "the store does not have them",
     "busy": "more waited than the queue takes",
@@ -199,25 +199,25 @@ _LOG = logging.getLogger("kvpool.storage")
 
 
 class TroubleLog:
-    """Blocks of a store by kind of job and by what went wrong. The first of each kind is a warning in the log. From
+    """Blocks of a store by kind of request and by what went wrong. The first of each kind is a warning in the log. From
     then on they are counted, and their number is a warning at most every ``REPEAT_SECONDS``. Thread-safe."""
 
     def __init__(self, store: str, clock: Callable[[], float] = time.monotonic, log: logging.Logger = _LOG) -> None:
         self._store, self._clock, self._log, self._lock = store, clock, log, threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
-        """by kind of job and by what went wrong"""
-        self._told: dict[tuple[str, str], tuple[int, float]] = {}
+        """by kind of request and by what went wrong"""
+        self._logged: dict[tuple[str, str], tuple[int, float]] = {}
 
     def note(self, kind: str, what: str, count: int, detail: str = "", quiet: bool = False) -> None:
-        """Something went wrong with so many blocks. ``quiet``: it is the consequence of what was told before."""
+        """Something went wrong with so many blocks. ``quiet``: it is the consequence of what was logged before."""
         trouble, now_s = (kind, what), self._clock()
         with self._lock:
             self.counts[trouble] += count
-            before, since = self._told.get(trouble, (0, -math.inf))
+            before, since = self._logged.get(trouble, (0, -math.inf))
             if quiet or now_s - since < REPEAT_SECONDS:
                 return
             more = self.counts[trouble] - before
-            self._told[trouble] = self.counts[trouble], now_s
+            self._logged[trouble] = self.counts[trouble], now_s
         why = f"{what} {detail}".strip() + (f" ({_MEANING[what]})" if what in _MEANING else "")
-        text = "kvpool: store %s: %s of %d blocks%s: %s. From now on this is counted, and told once a minute."
+        text = "kvpool: store %s: %s of %d blocks%s: %s. From now on this is counted, and logged once a minute."
         self._log.warning(text, self._store, kind, more, " more" if before else "", why)

@@ -13,7 +13,7 @@ class Forgotten:
 
     ``blocks``: how many contents the pool has forgotten; None after ``clear``.
 
-    A store that is down is told again until it has confirmed, as long as the storage manager lives. Meanwhile the
+    A drop is repeated until the store has confirmed it, as long as the storage manager lives. Meanwhile the
     storage manager finds, loads and saves nothing of it there. Nothing of this outlives the storage manager: if it ends
     before a store has confirmed, the store may have the content, and so the next storage manager must forget it again.
     """
@@ -24,12 +24,14 @@ class Forgotten:
     @property
     def stores(self) -> dict[str, int | None]:
         """For each store how many blocks it has dropped, or None while it has not confirmed that all are gone."""
-        return {name: job.dropped if _is_confirmed(job) else None for name, job in self._drops.items()}
+        return {name: request.dropped if _is_confirmed(request) else None for name, request in self._drops.items()}
 
     @property
     def errors(self) -> dict[str, str]:
         """The last error of each store that has not confirmed and gave one."""
-        return {name: job.error for name, job in self._drops.items() if job.error and not _is_confirmed(job)}
+        return {
+            name: request.error for name, request in self._drops.items() if request.error and not _is_confirmed(request)
+        }
 
     @property
     def done(self) -> bool:
@@ -40,13 +42,13 @@ class Forgotten:
         """Wait until all stores have confirmed, at most ``timeout`` seconds, or until the storage manager is closed.
         Returns whether they have."""
         end = None if timeout is None else time.monotonic() + timeout
-        for job in self._drops.values():
-            job.wait(None if end is None else max(0.0, end - time.monotonic()))
+        for request in self._drops.values():
+            request.wait(None if end is None else max(0.0, end - time.monotonic()))
         return self.done
 
     def __repr__(self) -> str:
         return f"Forgotten(blocks={self.blocks}, stores={self.stores})"
 
 
-def _is_confirmed(job: StoreRequest) -> bool:
-    return job.ok == len(job.codes)
+def _is_confirmed(request: StoreRequest) -> bool:
+    return request.ok == len(request.codes)

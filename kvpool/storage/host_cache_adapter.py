@@ -19,12 +19,12 @@ from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import ABSENT, DAMAGED, Bytes, Rows
 from kvpool.storage.store_requests import Lend
 from kvpool.storage.store_worker import StoreWorker
-from kvpool.storage.tier_storage import COMMIT, EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
+from kvpool.storage.tier_storage import COMMIT, EVICT, READ_AT_ONCE, REUSE, pin_those_here, victims_margin
 
 AT_ONCE, VICTIMS_AT_ONCE = 256, 64
 """Most blocks of one save; of what is to be saved before it is evicted."""
-TOLD_MAX = 65_536
-"""Changes that nobody has asked for, and keys of each store that were told, are forgotten beyond so many."""
+REPORTED_MAX = 65_536
+"""The most changes that are kept for a reader, and keys of each store that were reported."""
 OWNER = "kvpool stores"
 """Of the leases under which blocks are saved."""
 
@@ -64,16 +64,16 @@ class HostCacheAdapter:
         self._runs: list[dict[bytes, _Run]] = [{} for _ in workers]
         # So many blocks are saved by one call, under one lease.
         self._in_one = min(worker.piece_blocks for worker in workers)
-        # What is told of stores, and by store the keys that were told to be there.
-        self.changes: deque[StoreChange] = deque(maxlen=TOLD_MAX)
-        self._told: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in workers]
-        self.tells = False
+        # What is reported of stores, and by store the keys that were reported as stored.
+        self.changes: deque[StoreChange] = deque(maxlen=REPORTED_MAX)
+        self._reported: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in workers]
+        self.reports = False
         most = VICTIMS_AT_ONCE if save == EVICT else AT_ONCE
         self._at_once = max(1, min(most, room // sum(worker.savers for worker in workers)))
         # Of each store: how long the queue was that waits for more.
         self._held = dict.fromkeys(workers, 0)
 
-    def names(self, blocks: Iterable[bytes], *, sealed: bool) -> BlockNames:
+    def names(self, blocks: Iterable[bytes], *, with_contexts: bool) -> BlockNames:
         return BlockNames(blocks)
 
     def space(self, worker: StoreWorker, block: bytes) -> tuple[None, int]:
@@ -116,7 +116,7 @@ class HostCacheAdapter:
         """What is to be saved before it is evicted."""
         if self._save != EVICT:
             return []
-        return self.cache.eviction_candidates(self._cursor, self._margin, TOLD_AT_ONCE)
+        return self.cache.eviction_candidates(self._cursor, self._margin, READ_AT_ONCE)
 
     def leave_unsaved(self, keys: Sequence[bytes]) -> None:
         """No store gets these, unless it has them."""
@@ -160,12 +160,12 @@ class HostCacheAdapter:
     def ended(self, number: int, chosen: Mapping[bytes, _Run], kept: Sequence[bool]) -> None:
         """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
         end of the prompt would be evicted last."""
-        if self.tells and (kept_keys := tuple(compress(chosen, kept))):
-            told = self._told[number]
-            told.update(dict.fromkeys(kept_keys))
+        if self.reports and (kept_keys := tuple(compress(chosen, kept))):
+            reported = self._reported[number]
+            reported.update(dict.fromkeys(kept_keys))
             self.changes.append(StoreChange(number, kept_keys, True))
             # A reader is to keep no key for ever of which nothing will be reported any more.
-            self._take_back(number, [*islice(told, max(0, len(told) - TOLD_MAX))])
+            self._take_back(number, [*islice(reported, max(0, len(reported) - REPORTED_MAX))])
         waiting = self._runs[number]
         had = Counter[int]()
         prompts: dict[int, Sequence[bytes]] = {}
@@ -181,21 +181,21 @@ class HostCacheAdapter:
                 self.cache.touch(prompt)
 
     def answered(self, number: int, blocks: Sequence[bytes], codes: Bytes) -> None:
-        if not (told := self._told[number]):
+        if not (reported := self._reported[number]):
             return
         gone = compress(blocks, np.isin(codes, (ABSENT, DAMAGED)).tolist())
-        self._take_back(number, [block for block in gone if block in told])
+        self._take_back(number, [block for block in gone if block in reported])
 
     def cleared(self) -> None:
         """Stores have nothing any more of what they had."""
-        for number, told in enumerate(self._told):
-            self._take_back(number, list(told))
+        for number, reported in enumerate(self._reported):
+            self._take_back(number, list(reported))
 
     def _take_back(self, number: int, keys: Sequence[bytes]) -> None:
         """Report keys as gone that were reported as stored."""
         if keys:
-            told = self._told[number]
-            self.changes.append(StoreChange(number, tuple(key for key in keys if told.pop(key, 0) is None), False))
+            reported = self._reported[number]
+            self.changes.append(StoreChange(number, tuple(key for key in keys if reported.pop(key, 0) is None), False))
 
     def to_save(self, prompt: Sequence[bytes], number: int, blocks: Sequence[bytes]) -> _Run:
         """Blocks of a prompt are to be saved in a store, or of none, since they are evicted next. Returns what is noted
@@ -221,10 +221,10 @@ class HostCacheAdapter:
 
     @contextmanager
     def lend(self, chosen: Mapping[bytes, _Run], names: BlockNames) -> Iterator[Rows]:
-        """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue.
+        """Rows of those of the blocks that are in the cache, pinned. On a thread of a worker.
 
         A lease ends with its last block first, which is then the first victim. So its last prompt comes first.
-        ``chosen``: those of the job, with their runs, whose prompts a touch may change meanwhile.
+        ``chosen``: those of the store request, with their runs, whose prompts a touch may change meanwhile.
         """
         rows, order, keys = np.full(len(names), -1, np.int64), np.arange(len(names)), names.names
         prompts = [id(chosen[key].prompt) for key in keys]

@@ -130,14 +130,14 @@ class HostStorageManager(Closing):
     the scheduler calls it. Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()``
     they raise ForkedProcess; ``find`` and ``lookup`` only for a key that is not HERE.
 
-    Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
-    keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING only for as long as
-    ``load_seconds`` says, if ``poll`` is called. These threads also pin what they save, and while they read it.
+    Call ``poll`` in each step of the scheduler. It begins store requests and notes what has become of others: a store's
+    I/O, its keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING only for as long
+    as ``load_seconds`` says, if ``poll`` is called. These threads also pin what they save, and while they read it.
 
     A signal handler that raises in a call does no harm: the next call gives up the look-ups and loads that are under
     way, so that their keys may be looked up again. What was about to be saved may be lost.
 
-    A block is found only after its seal was checked. A load that was given up while its call hangs keeps its blocks
+    A block is found only after its MAC was checked. A load that was given up while its call hangs keeps its blocks
     until the call returns, so that it cannot write into blocks of others.
     """
 
@@ -181,7 +181,7 @@ class HostStorageManager(Closing):
             raise TypeError(f"spare: expected a function that returns seconds, got {spare!r:.80}")
         if len(chosen) != len(store_list):
             raise ValueError(f"policies: expected one for each of {len(store_list)} stores, got {len(chosen)}")
-        # Half of the least time of a find: it is a job that has time enough.
+        # Half of the least time of a find: it is a store request that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(store_list), save_seconds / 2)
         self._cache, self._clock = cache, clock
         self._on_publish = save == COMMIT
@@ -209,7 +209,7 @@ class HostStorageManager(Closing):
             self._settle()
         state = self._cache.find(checked_key)
         if state == self._cache.HERE:
-            self._storage.want_unread((checked_key,), hit)
+            self._storage.add_user_of_unread((checked_key,), hit)
             return state
         self._process.check(self)
         with self._recovery:
@@ -223,7 +223,7 @@ class HostStorageManager(Closing):
         answers = self._cache.lookup(checked_keys)
         here = answers == self._cache.HERE
         if self._storage.unread:
-            self._storage.want_unread(compress(checked_keys, here.tolist()), hit)
+            self._storage.add_user_of_unread(compress(checked_keys, here.tolist()), hit)
         if not here.all():
             self._process.check(self)
             others = list(compress(checked_keys, (~here).tolist()))
@@ -325,7 +325,7 @@ class HostStorageManager(Closing):
     def changes(self) -> list[StoreChange]:
         """What the stores have got and lost since the last call, as far as this storage manager knows, in order: what
         it has saved, and of that what they did not have when they were asked for it. The first call begins it."""
-        self._adapter.tells = True
+        self._adapter.reports = True
         changes = list(self._adapter.changes)
         self._adapter.changes.clear()
         return changes
@@ -344,7 +344,7 @@ class HostStorageManager(Closing):
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
         were replaced: an epoch of the identity begins in each store.
 
-        The stores drop what was there, for all who share them. Until a store has confirmed, it is told again, and
+        The stores drop what was there, for all who share them. Until a store has confirmed, the drop is repeated, and
         nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again then. What is saved later is found by
         this storage manager, and by whoever opens the store after it, if the store has ``Store.epoch``. See
         ``StoreWorker.reset``. If the storage manager is closed before a store has confirmed, a later process may find
@@ -411,7 +411,7 @@ class HostStorageManager(Closing):
             self._loads.closed = True
             self._loads.cancel()
             self._storage.give_up("cancelled")
-        over = self._storage.close(timeout, tell=not self._cache.closed)
+        over = self._storage.close(timeout, call_back=not self._cache.closed)
         if over:
             self._adapter.close()
         return over

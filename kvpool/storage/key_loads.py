@@ -64,7 +64,7 @@ class KeyLoads:
         # Keys that are looked for, with their deadlines. What the next ``begin`` is to do for them: keys by the number
         # of a store, whether it is known to have them, and the hit that they are of.
         self.searching: dict[bytes, float] = {}
-        self._lines: dict[tuple[int, bool, str], list[bytes]] = {}
+        self._queued: dict[tuple[int, bool, str], list[bytes]] = {}
         # Keys that did not come, and what was learned of them.
         self._absent: OrderedDict[bytes, _Absence] = OrderedDict()
         self.closed = False
@@ -85,7 +85,7 @@ class KeyLoads:
         for key, known in zip(keys, said, strict=True):
             searched = key in self.searching
             if searched or known == HostCache.PENDING and key in self._storage.coming:
-                self._storage.want(key, hit)
+                self._storage.add_user(key, hit)
             answers.append(known if known is not None else HostCache.PENDING if searched else HostCache.ABSENT)
         return answers
 
@@ -155,11 +155,11 @@ class KeyLoads:
         """Give up the keys that are looked for."""
         self.missed["cancelled"] += len(self.searching)
         self.searching.clear()
-        self._lines.clear()
+        self._queued.clear()
 
     def begin(self) -> None:
         """Load keys that stores are known to have, and ask them for others."""
-        lines, self._lines = self._lines, {}
+        lines, self._queued = self._queued, {}
         for (number, is_stored, hit), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
             # A load from before a ``clear`` may have brought one of them.
             left = [key for key in keys if key in self.searching]
@@ -174,7 +174,7 @@ class KeyLoads:
             elif not self._storage.waits(number, hit, self._free(len(left)), len(left)):
                 self._load(number, left)
             elif self._clock() < self._deadline(left) - self._seconds * (1 - ROOM_SHARE):
-                self._lines[number, True, hit] = left
+                self._queued[number, True, hit] = left
             else:
                 self._storage.end_wait(hit)
                 self._miss(left, "crowded", remember=False)
@@ -193,34 +193,34 @@ class KeyLoads:
         for number in range(len(self._storage.workers)):
             codes = self._storage.find_now(number, left) if left else None
             if codes is None:
-                self._line_up(number, False, left, hit)
+                self._enqueue(number, False, left, hit)
                 left = []
                 break
             stored = (codes == OK).tolist()
-            self._line_up(number, True, list(compress(left, stored)), hit)
+            self._enqueue(number, True, list(compress(left, stored)), hit)
             left = [key for key, ok in zip(left, stored, strict=True) if not ok]
-        self._line_up(0, False, later, hit)
+        self._enqueue(0, False, later, hit)
         if left:
             self.missed["absent"] += len(left)
             self._remember(left, _Absence("absent", until=self._clock() + self._retry_seconds))
 
-    def _line_up(self, number: int, is_stored: bool, keys: Sequence[bytes], hit: str) -> None:
+    def _enqueue(self, number: int, is_stored: bool, keys: Sequence[bytes], hit: str) -> None:
         """Have the next ``poll`` ask a store for keys, or load them."""
         if keys:
-            self._lines.setdefault((number, is_stored, hit), []).extend(keys)
+            self._queued.setdefault((number, is_stored, hit), []).extend(keys)
             self.searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
 
-    def _found(self, hit: str, number: int, keys: Sequence[bytes], job: StoreRequest) -> list[bytes]:
+    def _found(self, hit: str, number: int, keys: Sequence[bytes], request: StoreRequest) -> list[bytes]:
         """A store has returned which keys of a hit it has. The next ``_ask_stores`` loads them. Returns those that the
         next store is asked for."""
         # A key that is not looked for any more was dropped by ``clear``.
-        answers = [(key, ok) for key, ok in zip(keys, job.codes == OK, strict=True) if key in self.searching]
+        answers = [(key, ok) for key, ok in zip(keys, request.codes == OK, strict=True) if key in self.searching]
         stored = [key for key, ok in answers if ok]
         if stored:
-            self._lines.setdefault((number, True, hit), []).extend(stored)
+            self._queued.setdefault((number, True, hit), []).extend(stored)
         if number + 1 < len(self._storage.workers):
             return [key for key, ok in answers if not ok]
-        self._miss_by_code(keys, job)
+        self._miss_by_code(keys, request)
         return []
 
     def _miss(self, keys: Iterable[bytes], reason: str, remember: bool = True) -> None:
@@ -231,10 +231,10 @@ class KeyLoads:
         self.missed[reason] += len(missed)
         self._remember(missed if remember else (), _Absence(reason, missed))
 
-    def _miss_by_code(self, keys: Iterable[bytes], job: StoreRequest) -> None:
-        """Those of the keys of a job that the store has not given do not come."""
-        for code in job.counts.keys() - {CODES[OK]}:
-            self._miss(compress(keys, (job.codes == CODES.index(code)).tolist()), code)
+    def _miss_by_code(self, keys: Iterable[bytes], request: StoreRequest) -> None:
+        """Those of the keys of a store request that the store has not given do not come."""
+        for code in request.counts.keys() - {CODES[OK]}:
+            self._miss(compress(keys, (request.codes == CODES.index(code)).tolist()), code)
 
     def _deadline(self, keys: Iterable[bytes]) -> float:
         return min(self.searching[key] for key in keys)
@@ -260,7 +260,7 @@ class KeyLoads:
             loading = None
             self._miss(room, "busy")
         if loading is None and attempt is not None and attempt.load.blocks:
-            attempt.end(self._clock(), told=False)
+            attempt.end(self._clock(), measured=False)
         # Keys of an older load may be on their way, and end with this one all the same.
         for key in self.searching.keys() & set(keys).difference(() if loading is None else loading.blocks):
             if self._cache.find(key) == HostCache.ABSENT:
@@ -274,19 +274,19 @@ class KeyLoads:
 
     def _came(self, loading: Loading[bytes]) -> None:
         """A load is done. What has come can be found."""
-        job = loading.job
+        request = loading.request
         if loading.over:
             return  # a signal handler has raised
-        for key in self._storage.enter(loading, job.codes == OK):
+        for key in self._storage.enter(loading, request.codes == OK):
             # ``clear`` drops a block that comes after it.
             if self.searching.pop(key, None) is None:
                 self._storage.drop(key)
             else:
                 self.loaded += 1
-        self._miss_by_code(loading.blocks, job)
+        self._miss_by_code(loading.blocks, request)
         if loading.attempt is not None:
-            loading.attempt.end(self._clock(), told="cancelled" not in job.counts)
+            loading.attempt.end(self._clock(), measured="cancelled" not in request.counts)
 
     def _returned(self, loading: Loading[bytes]) -> None:
         """No call can write to the blocks of a load any more. Those that have not come are given back."""
-        self._storage.give_back(loading, loading.job)
+        self._storage.give_back(loading, loading.request)

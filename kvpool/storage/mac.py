@@ -16,14 +16,14 @@ from kvpool.storage.store import KEY_BYTES, MAC_BYTES, MODEL_BYTES, TAG_BYTES, B
 
 SECRET_BYTES = 32
 _NAME = b"kvpool store 4 "
-"""The format of keys and seals. Stores that outlive a process drop what was saved in another."""
+"""The format of keys and MACs. Stores that outlive a process drop what was saved in another."""
 
 
 class BlockNames:
     """Blocks as an engine names them, in place of their keys. A ``StoreWorker`` hashes them on its own threads.
 
     ``names``: bytes for each block. ``contexts``: for each block what its content depends on, besides its name, such as
-    ``block_context`` gives it; None where names say all. It is not part of the key, and of the seal: a block that was
+    ``block_context`` gives it; None where names say all. It is not part of the key, and of the MAC: a block that was
     saved in another context is DAMAGED. Immutable. It has parts, by a slice or by places int64[n]. Raises TypeError and
     ValueError.
     """
@@ -104,15 +104,15 @@ class Secret:
         return self.derive_keys(blocks) if isinstance(blocks, BlockNames) else blocks
 
     def mac(self, keys: Bytes, rows: Rows, memory: Bytes, contexts: Sequence[bytes] | None = None) -> Bytes:
-        """Seals of rows of memory under these keys, in these contexts: uint8[n, MAC_BYTES]."""
+        """MACs of rows of memory under these keys, in these contexts: uint8[n, MAC_BYTES]."""
         fixed = int(memory.shape[1]).to_bytes(8, "little") + self._identity
         whole, out = keys.tobytes(), []
         for place, row in enumerate(rows.tolist()):
             context = contexts[place] if contexts else b""
             named = whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed
             named += len(context).to_bytes(8, "little") + context
-            sealed = named + self._digest.of([memory[row]])
-            out.append(hashlib.blake2b(sealed, key=self._macs, digest_size=MAC_BYTES).digest())
+            authenticated = named + self._digest.of([memory[row]])
+            out.append(hashlib.blake2b(authenticated, key=self._macs, digest_size=MAC_BYTES).digest())
         return np.frombuffer(b"".join(out), np.uint8).reshape(-1, MAC_BYTES)
 
 

@@ -19,7 +19,7 @@ from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.lent_rows import LentRows
 from kvpool.storage.store import CANCELLED, CODES, LATE, OK, Bytes, Rows
 from kvpool.storage.store_figures import StoreFigures, StoreStats
-from kvpool.storage.store_queue import RequestLine, StoreCall, StoreQueue
+from kvpool.storage.store_queue import RequestHeap, StoreCall, StoreQueue
 from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, Keys, StoreRequest
 
 
@@ -55,7 +55,7 @@ class OpenRequests:
         self._in_use = threading.RLock()
         # Requests that have not returned, or are held, or whose callbacks were not called; and drops not confirmed.
         self._open: dict[StoreRequest, None] = {}
-        self._queue, self._deadlines = queue(self._settle), RequestLine()
+        self._queue, self._deadlines = queue(self._settle), RequestHeap()
         self.callbacks = Callbacks(self._called)
         self._threads, self._closing = 0, False
         self.closed = False
@@ -69,24 +69,28 @@ class OpenRequests:
 
     # -- what callers do -----------------------------------------------------------------------------
 
-    def begin(self, job: StoreRequest) -> StoreRequest:
+    def begin(self, request: StoreRequest) -> StoreRequest:
         """Begin a request, or return the one that does for it. Raises PoolClosed and StoreBusy."""
-        job.on_done = [self._log, *job.on_done] if self._troubles is not None and job.kind not in DROPS else job.on_done
-        self._hash(job)
+        request.on_done = (
+            [self._log, *request.on_done]
+            if self._troubles is not None and request.kind not in DROPS
+            else request.on_done
+        )
+        self._hash(request)
         with self._lock, self._changes:
             if self._closing:
-                raise PoolClosed(f"the queue of the store {self._figures.name!r} is closed")
-            same = self._queue.drops.clearing(job) if job.kind == CLEAR else None
+                raise PoolClosed(f"the worker of the store {self._figures.name!r} is closed")
+            same = self._queue.drops.clearing(request) if request.kind == CLEAR else None
             if same is not None:
-                same.on_done += job.on_done
+                same.on_done += request.on_done
                 return same
-            self.check_room(job.kind, job.queued)
+            self.check_room(request.kind, request.queued)
             self._changes.run(
-                partial(self._open.__setitem__, job, None),
-                *self._queue.joining(job),
-                finish=lambda _: self._begun(job),
+                partial(self._open.__setitem__, request, None),
+                *self._queue.joining(request),
+                finish=lambda _: self._begun(request),
             )
-        return job
+        return request
 
     def find_now(self, keys: Keys) -> Bytes | None:
         """What the store answers to a find on this thread. None if it fails or is suspended, or drops something."""
@@ -109,11 +113,11 @@ class OpenRequests:
             self._figures.note_blocks(FIND, dict(zip(CODES, counts, strict=True)))
         return codes
 
-    def cancel(self, job: StoreRequest) -> None:
+    def cancel(self, request: StoreRequest) -> None:
         """Give up what is not decided of a request."""
         with self._lock, self._changes:
-            if not job.done:
-                self._settle(job, CANCELLED)
+            if not request.done:
+                self._settle(request, CANCELLED)
 
     def check_room(self, kind: str, blocks: int) -> None:
         """Raise StoreBusy if no more blocks of requests of this kind may wait."""
@@ -160,7 +164,11 @@ class OpenRequests:
         def took() -> bool:
             if not taken:
                 taken.extend(rows.take(kind, most))
-            hang = sum(len(job.rows) for job in self._open if job.done and not job.returned and not job.held)
+            hang = sum(
+                len(request.rows)
+                for request in self._open
+                if request.done and not request.returned and not request.held
+            )
             return bool(taken) or len(rows) + hang >= rows.count
 
         self.wait_until(took, timeout)
@@ -177,113 +185,113 @@ class OpenRequests:
                 self._rows.giving_back(rows)()
             self._bell.ring()
 
-    def release(self, job: StoreRequest) -> None:
+    def release(self, request: StoreRequest) -> None:
         """The rows of a request that are held are not read any more."""
         with self._lock, self._changes:
-            self._changes.run(partial(setattr, job, "held", False), finish=lambda _: self._let_go(job))
+            self._changes.run(partial(setattr, request, "held", False), finish=lambda _: self._let_go(request))
 
     def close(self) -> None:
         """Give up what is queued, and have the threads end."""
         with self._lock, self._changes:
             self._closing = True
-            for job in list(self._open):
-                if not job.done:
-                    self._settle(job, CANCELLED)
+            for request in list(self._open):
+                if not request.done:
+                    self._settle(request, CANCELLED)
             self._work_comes.notify_all()
             self._alarm.notify_all()
             self._bell.ring()
 
     # -- what becomes of requests: the lock is held ---------------------------------------------------
 
-    def _begun(self, job: StoreRequest) -> None:
-        """Do what the beginning of a job needs besides. The lock is held."""
-        if job.done:
-            self._announce(job)
-        elif job.kind in DROPS:
-            self._queue.drops.add(job)
+    def _begun(self, request: StoreRequest) -> None:
+        """Do what the beginning of a request needs besides. The lock is held."""
+        if request.done:
+            self._announce(request)
+        elif request.kind in DROPS:
+            self._queue.drops.add(request)
             for other in self._kept_from_drops():
-                if job.kind == CLEAR or not other.key_set.isdisjoint(job.key_bytes):
+                if request.kind == CLEAR or not other.key_set.isdisjoint(request.key_bytes):
                     self._screen(other)
         else:
-            if job.deadline != math.inf:
-                self._deadlines.putting(job.deadline, job)()
-                if job.deadline < self._wakes_at or job.deadline <= self._clock():
+            if request.deadline != math.inf:
+                self._deadlines.putting(request.deadline, request)()
+                if request.deadline < self._wakes_at or request.deadline <= self._clock():
                     self._alarm.notify()
             if len(self._queue.drops):
-                self._screen(job)
+                self._screen(request)
         self._wake_one()
 
-    def _hash(self, job: StoreRequest) -> None:
+    def _hash(self, request: StoreRequest) -> None:
         """Hash the keys that are compared below, before the lock is taken for that."""
-        if job.kind == FORGET:
+        if request.kind == FORGET:
             with self._lock, self._changes:
                 others = self._kept_from_drops()
-            for other in (job, *others):
+            for other in (request, *others):
                 other.hashed()
-        elif job.kind != CLEAR and len(self._queue.drops):
-            job.hashed()
+        elif request.kind != CLEAR and len(self._queue.drops):
+            request.hashed()
 
     def _kept_from_drops(self) -> list[StoreRequest]:
-        """The jobs that a drop may concern. The lock is held."""
-        return [job for job in self._open if job.kind not in DROPS and not job.done]
+        """The requests that a drop may concern. The lock is held."""
+        return [request for request in self._open if request.kind not in DROPS and not request.done]
 
-    def _screen(self, job: StoreRequest) -> None:
-        """Keep a job from what is to be dropped. The lock is held."""
-        if self._queue.drops.screen(job):
-            self._settle(job, CANCELLED)
+    def _screen(self, request: StoreRequest) -> None:
+        """Keep a request from what is to be dropped. The lock is held."""
+        if self._queue.drops.screen(request):
+            self._settle(request, CANCELLED)
 
-    def _called(self, job: StoreRequest) -> None:
+    def _called(self, request: StoreRequest) -> None:
         with self._lock, self._changes:
-            self._let_go(job)
+            self._let_go(request)
 
-    def _let_go(self, job: StoreRequest) -> None:
-        """Take the rows of a job back if nobody uses them any more. The lock is held."""
-        called = not (job.in_callback or job.on_done or job.on_returned)
-        if job.returned and called and not job.held and job in self._open:
-            rows = () if self._rows is None else (self._rows.giving_back(job.rows.tolist()),)
-            self._changes.run(partial(self._open.__delitem__, job), *rows)
+    def _let_go(self, request: StoreRequest) -> None:
+        """Take the rows of a request back if nobody uses them any more. The lock is held."""
+        called = not (request.in_callback or request.on_done or request.on_returned)
+        if request.returned and called and not request.held and request in self._open:
+            rows = () if self._rows is None else (self._rows.giving_back(request.rows.tolist()),)
+            self._changes.run(partial(self._open.__delitem__, request), *rows)
             self._bell.ring()
 
-    def _settle(self, job: StoreRequest, code: int) -> None:
-        """Decide a job that is not done. The lock is held."""
+    def _settle(self, request: StoreRequest, code: int) -> None:
+        """Decide a request that is not done. The lock is held."""
         self._changes.run(
-            self._queue.leaving(job.kind, job.queued),
-            *job.settling(code),
-            finish=lambda _: self._settled(job),
+            self._queue.leaving(request.kind, request.queued),
+            *request.settling(code),
+            finish=lambda _: self._settled(request),
         )
 
-    def _settled(self, job: StoreRequest) -> None:
-        """Note that a job is done. The lock is held."""
-        self._queue.drops.remove(job)
-        self._count(job)
-        self._announce(job)
+    def _settled(self, request: StoreRequest) -> None:
+        """Note that a request is done. The lock is held."""
+        self._queue.drops.remove(request)
+        self._count(request)
+        self._announce(request)
         self._bell.ring()
 
-    def _count(self, job: StoreRequest) -> None:
-        """Count a job that is done, once, and judge the store by it. The lock is held."""
-        if job.counted:
+    def _count(self, request: StoreRequest) -> None:
+        """Count a request that is done, once, and judge the store by it. The lock is held."""
+        if request.counted:
             return
-        job.counted = True
-        job.seconds = 0.0 if math.isnan(job.began) else self._clock() - job.began
-        self._figures.note(job)
-        job.hurried = job.hurried and "late" in job.counts
-        if not job.hurried:
+        request.counted = True
+        request.seconds = 0.0 if math.isnan(request.began) else self._clock() - request.began
+        self._figures.note(request)
+        request.hurried = request.hurried and "late" in request.counts
+        if not request.hurried:
             before = self._health.is_suspended
-            self._health.note(job)
-            job.suspends = self._health.is_suspended and not before
+            self._health.note(request)
+            request.suspends = self._health.is_suspended and not before
 
-    def _log(self, job: StoreRequest) -> None:
-        """Log what went wrong with a job that is done."""
+    def _log(self, request: StoreRequest) -> None:
+        """Log what went wrong with a request that is done."""
         assert self._troubles is not None
-        for code in () if job.hurried else job.counts.keys() - {"ok", "absent", "cancelled"}:
-            self._troubles.note(job.kind, code, job.counts[code], job.error)
-        if job.suspends:
-            self._troubles.note(job.kind, "suspended", len(job.codes))
+        for code in () if request.hurried else request.counts.keys() - {"ok", "absent", "cancelled"}:
+            self._troubles.note(request.kind, code, request.counts[code], request.error)
+        if request.suspends:
+            self._troubles.note(request.kind, "suspended", len(request.codes))
 
-    def _announce(self, job: StoreRequest) -> None:
-        """A job is done or returned. The lock is held."""
-        self._let_go(job)
-        self.callbacks.add(job)
+    def _announce(self, request: StoreRequest) -> None:
+        """A request is done or returned. The lock is held."""
+        self._let_go(request)
+        self.callbacks.add(request)
 
     # -- the threads ---------------------------------------------------------------------------------
 
@@ -291,18 +299,18 @@ class OpenRequests:
         """One of the threads that call the store."""
         thread = threading.get_ident()
         while (call := self._next(thread)) is not None:
-            job, places = call
+            request, places = call
             began = time.perf_counter()
-            codes, error = self._calls.do(job, places)
+            codes, error = self._calls.do(request, places)
             with self._lock, self._changes:
                 self._queue.returned(thread)
-                self._figures.note_call(job.kind, time.perf_counter() - began)
-                self._returned(job, places, codes, error)
+                self._figures.note_call(request.kind, time.perf_counter() - began)
+                self._returned(request, places, codes, error)
                 self._bell.ring()
         self._end()
 
     def _next(self, thread: int) -> StoreCall | None:
-        """Wait for a call to make: a job, and the places of its blocks. Returns None when there will be none."""
+        """Wait for a call to make: a request, and the places of its blocks. Returns None when there will be none."""
         with self._lock, self._changes:
             while True:
                 call = self._queue.next(thread)
@@ -319,25 +327,25 @@ class OpenRequests:
         if self._queue.has_work:
             self._work_comes.notify()
 
-    def _returned(self, job: StoreRequest, places: Rows, codes: Bytes, error: str) -> None:
+    def _returned(self, request: StoreRequest, places: Rows, codes: Bytes, error: str) -> None:
         """A call has returned. The lock is held."""
-        was_done, queued = job.done, job.queued
-        job.call_ends(places, codes, error)
-        if job.kind in DROPS and not was_done:
+        was_done, queued = request.done, request.queued
+        request.call_ends(places, codes, error)
+        if request.kind in DROPS and not was_done:
             if error:
-                self._queue.drops.failed(job, self._clock())
+                self._queue.drops.failed(request, self._clock())
             else:
-                self._settle(job, OK)
+                self._settle(request, OK)
             return
-        if job.done and not was_done:
+        if request.done and not was_done:
             # Blocks that were cancelled before a call began with them.
-            self._queue.leaving(job.kind, queued)()
-            self._count(job)
-        if job.done and (job.returned or not was_done):
-            self._announce(job)
+            self._queue.leaving(request.kind, queued)()
+            self._count(request)
+        if request.done and (request.returned or not was_done):
+            self._announce(request)
 
     def _watch(self) -> None:
-        """The thread that ends jobs at their deadlines."""
+        """The thread that ends requests at their deadlines."""
         with self._lock, self._changes:
             while not self._closing:
                 while (entry := self._deadlines.first()) is not None and entry.order <= self._clock():

@@ -29,7 +29,7 @@ from kvpool.storage.mac import BlockNames, block_context
 from kvpool.storage.store import ABSENT, DAMAGED, NO_LIMIT, OK, Bytes
 from kvpool.storage.store_requests import LOAD, SAVE
 from kvpool.storage.store_worker import StoreWorker
-from kvpool.storage.tier_storage import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
+from kvpool.storage.tier_storage import EVICT, READ_AT_ONCE, REUSE, pin_those_here, victims_margin
 
 OWNER = "kvpool storage manager"
 """of the leases under which blocks are copied"""
@@ -41,18 +41,17 @@ T = TypeVar("T", np.int32, np.int64, np.uint64)
 class Content:
     """A full block of a prompt in one group of layers.
 
-    ``key``: the pool's key of it, 16 bytes. ``name``: whose it is. ``said``: the key of its parent, its tokens and its
-    extra ids, as bytes; b"" before they are known, and if there are no extra ids. ``prompt`` and ``place``: of a block
-    that was asked for with a prompt. Equal ones have one key in one group.
-    """
+    ``key``: the pool's key of it, 16 bytes. ``name``: whose it is. ``fields``: the key of its parent, its tokens and
+    its extra ids, as bytes; b"" before they are known, and if there are no extra ids. ``prompt`` and ``place``: of a
+    block that was asked for with a prompt. Equal ones have one key in one group."""
 
-    __slots__ = ("group", "id", "key", "name", "namespace", "place", "prompt", "said")
+    __slots__ = ("fields", "group", "id", "key", "name", "namespace", "place", "prompt")
 
     def __init__(self, group: int, key: bytes, namespace: int = 0, name: Name = NAMELESS) -> None:
         self.group, self.key = group, key
         self.id = group, key
         self.namespace, self.name = namespace, name
-        self.said = b"", b"", b""
+        self.fields = b"", b"", b""
         self.prompt: BlockKeys | None = None
         self.place = 0
 
@@ -68,13 +67,13 @@ class Content:
 
     @property
     def context(self) -> bytes:
-        """All that its bytes depend on: part of its seal in a store."""
-        parent, tokens, extra = self.said[0], _rows(self.said[1:2], np.int32), _rows(self.said[2:], np.int64)
+        """All that its bytes depend on: part of its MAC in a store."""
+        parent, tokens, extra = self.fields[0], _rows(self.fields[1:2], np.int32), _rows(self.fields[2:], np.int64)
         return block_context(parent, tokens, extra, namespace_bytes(self.whose), self.group)
 
     def without_prompt(self) -> Content:
         kept = Content(self.group, self.key, self.namespace, self.name)
-        kept.said = self.said
+        kept.fields = self.fields
         return kept
 
 
@@ -89,7 +88,7 @@ class Unsaved:
     def __init__(self, pool: KVCacheManager, save: str, least: int) -> None:
         self._core, self._save = pool.core, save
         self._margins = np.array([victims_margin(group.host_blocks, least) for group in pool.groups])
-        self._found = np.empty((TOLD_AT_ONCE, saving.FOUND), np.int64)
+        self._found = np.empty((READ_AT_ONCE, saving.FOUND), np.int64)
         check = partial(saving.check_cursors, self._core.states.groups)
         self._number = self._core.decide(None, saving.open_dirty_cursor, save != REUSE, first=check)
         self._before = self._lost()
@@ -100,18 +99,18 @@ class Unsaved:
         there is, until all blocks were looked at. Raises PoolClosed."""
         at = self._at
         if self._save == EVICT:
-            told = self._told(saving.victims, self._margins)
-            return told, len(told) == TOLD_AT_ONCE
+            victims = self._contents(saving.victims, self._margins)
+            return victims, len(victims) == READ_AT_ONCE
         if self._save == REUSE:
             at[saving.PLACE] = max(0, at[saving.PLACE])
-            return self._told(saving.sweep, 2, at), whole and at[saving.PLACE] != NONE
+            return self._contents(saving.sweep, 2, at), whole and at[saving.PLACE] != NONE
         before = at[saving.CURSOR]
-        told = self._told(saving.stored, at)
+        contents = self._contents(saving.stored, at)
         if at[saving.PLACE] != NONE:
-            told += self._told(saving.sweep, 1, at)
-        return told, at[saving.CURSOR] - before == TOLD_AT_ONCE or at[saving.PLACE] != NONE
+            contents += self._contents(saving.sweep, 1, at)
+        return contents, at[saving.CURSOR] - before == READ_AT_ONCE or at[saving.PLACE] != NONE
 
-    def _told(self, verb: Callable[..., int], *args: object) -> list[Content]:
+    def _contents(self, verb: Callable[..., int], *args: object) -> list[Content]:
         # Under one lock, since names of content that has gone are forgotten.
         with self._core.lock:
             rows = self._found[: self._core.decide(None, verb, self._number, *args, self._found)]
@@ -173,9 +172,9 @@ class PoolAdapter:
             for group in pool.groups
         ]
 
-    def names(self, blocks: Iterable[Content], *, sealed: bool) -> BlockNames:
+    def names(self, blocks: Iterable[Content], *, with_contexts: bool) -> BlockNames:
         names = [self._kinds[content.group] + content.key for content in blocks]
-        return BlockNames(names, [content.context for content in blocks] if sealed else None)
+        return BlockNames(names, [content.context for content in blocks] if with_contexts else None)
 
     def space(self, worker: StoreWorker, block: Content) -> tuple[bytes, int]:
         nbytes = self._quotas.get(block.whose)
@@ -207,7 +206,7 @@ class PoolAdapter:
         chains: list[list[Content]] = [[] for _ in self._pool.groups]
         for group in cached_groups(self._pool):
             chains[group] = [Content(group, key, prompt.namespace, name) for key in split(keys[1:].tobytes(), 16)]
-            note_said(chains[group], keys[:-1], tokens, extra)
+            note_fields(chains[group], keys[:-1], tokens, extra)
             for place, content in enumerate(chains[group]):
                 content.prompt, content.place = prompt, place
         return chains
@@ -313,7 +312,7 @@ class PoolAdapter:
             records, tokens = state.blocks[blocks], state.tokens[blocks]
             has = records["flags"] & EXTRA != 0
             extra = state.extra[np.where(has, blocks, 0)] * has[:, None] if has.any() else None
-        note_said(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)
+        note_fields(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)
         return records["namespace"] == contents[0].namespace, saving.places(records)
 
     def _copy(self, group: int, block: int, row: Bytes) -> None:
@@ -346,7 +345,7 @@ class StoredContent:
         self._known: OrderedDict[tuple[int, bytes], tuple[Content, int]] = OrderedDict()
         # What is known and the rows that say so change together, so that no reader gets one without the other.
         self._lock = threading.Lock()
-        self._told: deque[tuple[Rows3, dict[int, Name]]] = deque()
+        self._pending: deque[tuple[Rows3, dict[int, Name]]] = deque()
         self._rows = self._lost = self._cursor = self._next = self.dropped = 0
 
     def has(self, content: Content, number: int) -> bool:
@@ -365,33 +364,33 @@ class StoredContent:
         with self._lock:
             return [content for content, _ in self._known.values()]
 
-    def note(self, number: int, contents: Iterable[Content], there: bool) -> None:
-        """A store has contents, or has them no more. What is news is told."""
+    def note(self, number: int, contents: Iterable[Content], stored: bool) -> None:
+        """A store has contents, or has them no more. Readers get what is new."""
         news, bit = [], 1 << number
         with self._lock:
             for reported in contents:
                 content, bits = self._known.get(reported.id, (reported, 0))
-                if bool(bits & bit) != there:
+                if bool(bits & bit) != stored:
                     # Prompts are not kept, nor what a content says of others.
-                    content, bits = reported.without_prompt() if there else content, bits ^ bit
+                    content, bits = reported.without_prompt() if stored else content, bits ^ bit
                     news.append(content)
                 self._known.pop(reported.id, None)
                 if bits:
                     self._known[reported.id] = content, bits
-            self._tell(STORED if there else REMOVED, number, news)
+            self._report(STORED if stored else REMOVED, number, news)
             excess = max(0, len(self._known) - self._limit)
             oldest = [self._known.popitem(last=False)[1] for _ in range(excess)]
             for store in range(len(self._tiers) - len(TIERS)):
-                self._tell(REMOVED, store, [content for content, bits in oldest if bits & 1 << store])
+                self._report(REMOVED, store, [content for content, bits in oldest if bits & 1 << store])
 
-    def _tell(self, kind: int, number: int, contents: Sequence[Content]) -> None:
+    def _report(self, kind: int, number: int, contents: Sequence[Content]) -> None:
         """Keep rows for readers. The caller holds the lock."""
         if not contents:
             return
-        self._told.append((self._rows_of(kind, number, contents), _names(contents)))
+        self._pending.append((self._rows_of(kind, number, contents), _names(contents)))
         self._rows += len(contents)
-        while self._rows > self._capacity and len(self._told) > 1:
-            old = len(self._told.popleft()[0][0])
+        while self._rows > self._capacity and len(self._pending) > 1:
+            old = len(self._pending.popleft()[0][0])
             self._rows, self._lost = self._rows - old, self._lost + old
 
     def read(self, snapshot: bool) -> Events:
@@ -402,21 +401,22 @@ class StoredContent:
             cut = int(events.bounds[events.before_snapshot])
             cleared = bool((events.records["kind"][:cut] == CLEARED).any())
             held = list(self._held()) if snapshot or cleared else []
-            of_pool, told, again = _cut(events, 0, cut), [rows for rows, _ in self._told], [rows for rows, _ in held]
+            of_pool, of_stores = _cut(events, 0, cut), [rows for rows, _ in self._pending]
+            again = [rows for rows, _ in held]
             # "cleared" takes from readers what they knew of stores too: they get it again. What stores got and lost
             # until now comes before it.
-            parts = [*told, of_pool, *again] if cleared else [of_pool, *told]
+            parts = [*of_stores, of_pool, *again] if cleared else [of_pool, *of_stores]
             row, names = None, dict(events.names)
             if snapshot:
                 row = sum(len(records) for records, *_ in parts)
                 parts += [_cut(events, cut, len(events.records)), *again]
-            for _, of_rows in (*self._told, *held):
+            for _, of_rows in (*self._pending, *held):
                 names.update(of_rows)
             records, tokens, extra = joined(parts)
             gone = events.missed + self._lost
             number, self._next = self._next + gone, self._next + gone + len(records)
             self._cursor, self._rows, self._lost = events.cursor, 0, 0
-            self._told.clear()
+            self._pending.clear()
             self.dropped += gone
             return Events(records, tokens, extra, number, names, events.capacities, row, self._tiers)
 
@@ -433,7 +433,7 @@ class StoredContent:
 
     def _rows_of(self, kind: int, number: int, contents: Sequence[Content]) -> Rows3:
         """What a store has got or lost, as rows of events. Neighbours that follow each other are one event."""
-        parents, tokens, extra = zip(*[content.said for content in contents], strict=True)
+        parents, tokens, extra = zip(*[content.fields for content in contents], strict=True)
         size, records = len(tokens[0]) // 4, np.zeros(len(contents), EVENT)
         records["kind"], records["tier"] = kind, len(TIERS) + number
         records["group"], records["namespace"] = zip(
@@ -454,13 +454,13 @@ def cached_groups(pool: KVCacheManager) -> list[int]:
     return [group.index for group in pool.groups if group.kind != "cross"]
 
 
-def note_said(contents: Sequence[Content], parents: Rows, tokens: Int32s, extra: Rows | None) -> None:
+def note_fields(contents: Sequence[Content], parents: Rows, tokens: Int32s, extra: Rows | None) -> None:
     """Note what blocks say: ``parents`` int64[n, 2], ``tokens`` int32[n, T], ``extra`` int64[n, T]."""
     size = tokens.shape[1]
     extras = [b""] * len(contents) if extra is None else split(extra.tobytes(), 8 * size)
-    said = zip(split(parents.tobytes(), 16), split(tokens.tobytes(), 4 * size), extras, strict=True)
-    for content, fields in zip(contents, said, strict=True):
-        content.said = fields
+    fields = zip(split(parents.tobytes(), 16), split(tokens.tobytes(), 4 * size), extras, strict=True)
+    for content, values in zip(contents, fields, strict=True):
+        content.fields = values
 
 
 def _names(contents: Iterable[Content]) -> dict[int, Name]:

@@ -23,7 +23,7 @@ from kvpool.storage.choice import LoadAttempt
 from kvpool.storage.pool_adapter import Content, PoolAdapter
 from kvpool.storage.store import LATE, OK
 from kvpool.storage.store_requests import StoreRequest
-from kvpool.storage.tier_storage import TOLD_AT_ONCE, Loading, Search, TierStorage
+from kvpool.storage.tier_storage import READ_AT_ONCE, Loading, Search, TierStorage
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
@@ -132,7 +132,7 @@ class Prefetches:
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
         chains = self._adapter.of_prompt(prompt, last) if first < last or self._storage.unread else []
         for chain in chains if prompt.reuse else []:
-            self._storage.want_unread(chain, handle)
+            self._storage.add_user_of_unread(chain, handle)
         if first >= last:
             return self._end(handle, "cached")
         fetch = _Fetch(handle, self._generation(), first, chains)
@@ -146,9 +146,9 @@ class Prefetches:
             content for content, is_cached in zip(contents, self._adapter.here(contents), strict=True) if not is_cached
         ]
 
-    def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: StoreRequest) -> list[Content]:
+    def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], request: StoreRequest) -> list[Content]:
         """A store has said which blocks it has. Returns what is left for the next one."""
-        stored = list(compress(asked, (job.codes == OK).tolist()))
+        stored = list(compress(asked, (request.codes == OK).tolist()))
         self.found_blocks += len(stored)
         fetch.source.update(dict.fromkeys(stored, number))
         if fetch not in self._fetches:
@@ -206,7 +206,7 @@ class Prefetches:
     def turn(self) -> None:
         """Begin the loads for which there is room, and end what is over."""
         now_s = self._clock()
-        self._look(list(islice(self._storage.unread, TOLD_AT_ONCE)))
+        self._look(list(islice(self._storage.unread, READ_AT_ONCE)))
         # Before others load: they have the room of those that were cancelled.
         for fetch in [fetch for fetch in self._fetches if fetch.handle.cancelled]:
             self._stop(fetch, "cancelled")
@@ -227,12 +227,12 @@ class Prefetches:
 
     def _load(self, fetch: _Fetch) -> bool:
         """Begin to load the next blocks. Returns False if there is no room now."""
-        ahead = list(islice(fetch.wanted, TOLD_AT_ONCE))
+        ahead = list(islice(fetch.wanted, READ_AT_ONCE))
         cached = set(compress(ahead, self._adapter.here(ahead)))
         while fetch.wanted and fetch.wanted[0] in cached:
             # Another prompt has brought it, or a request has computed it.
             content = fetch.wanted.popleft()
-            self._storage.want_unread((content,), fetch.handle)
+            self._storage.add_user_of_unread((content,), fetch.handle)
             attempt, now_s = fetch.attempts.get(fetch.source[content]), self._clock()
             if attempt is not None:
                 attempt.note(1, now_s, now_s)
@@ -241,9 +241,9 @@ class Prefetches:
                 self._stop(fetch, "loaded")
             return False
         number, deadline = fetch.source[fetch.wanted[0]], fetch.handle.deadline
-        queue = self._storage.workers[number]
-        share = queue.slots // (2 * CHUNKS_UNDER_WAY)
-        most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, share), self._storage.free)
+        worker = self._storage.workers[number]
+        share = worker.slots // (2 * CHUNKS_UNDER_WAY)
+        most = min(max(1, CHUNK_BYTES // worker.block_bytes), max(1, share), self._storage.free)
         # What is on its way for another prompt is not loaded twice.
         ours = takewhile(
             lambda block: fetch.source[block] == number and block not in self._storage.coming and block not in cached,
@@ -257,20 +257,20 @@ class Prefetches:
         if loading is None:
             return False
         for _ in loading.blocks:
-            self._storage.want(fetch.wanted.popleft(), fetch.handle)
+            self._storage.add_user(fetch.wanted.popleft(), fetch.handle)
         fetch.loadings.append(loading)
         return True
 
     def _loaded(self, fetch: _Fetch, loading: Loading[Content]) -> None:
-        """A job is done. Blocks enter the pool in the order of the prompt."""
-        while fetch in self._fetches and fetch.loadings and fetch.loadings[0].job.done:
+        """A store request is done. Blocks enter the pool in the order of the prompt."""
+        while fetch in self._fetches and fetch.loadings and fetch.loadings[0].request.done:
             self._enter(fetch, fetch.loadings[0])
 
     def _enter(self, fetch: _Fetch, loading: Loading[Content]) -> None:
         """Publish the leading blocks of what a prompt waits for first."""
         if fetch.generation != self._generation():
             return self._stop(fetch, "reset")
-        leading, before = loading.job.leading, self._adapter.loaded_blocks
+        leading, before = loading.request.leading, self._adapter.loaded_blocks
         try:
             entered = self._storage.enter(loading, np.arange(len(loading.blocks)) < leading)
         except DeviceError:
@@ -281,7 +281,7 @@ class Prefetches:
             # The host is full of what must stay, such as the blocks before these.
             return self._stop(fetch, "full")
         if leading < len(loading.blocks):
-            return self._stop(fetch, "late" if loading.job.codes[leading] == LATE else "failed")
+            return self._stop(fetch, "late" if loading.request.codes[leading] == LATE else "failed")
         self._storage.end(fetch.loadings.popleft())
         if not fetch.wanted and not fetch.loadings:
             self._stop(fetch, "loaded")
@@ -316,10 +316,10 @@ class Prefetches:
             self._storage.note(fetch.source[block], [block], [why])
         for loading in fetch.loadings:
             self._storage.end(loading)
-        if fetch.search is not None and fetch.search.job is not None:
-            fetch.search.job.cancel()
+        if fetch.search is not None and fetch.search.request is not None:
+            fetch.search.request.cancel()
         for attempt in fetch.attempts.values():
-            attempt.end(self._clock(), told=why in OF_STORES)
+            attempt.end(self._clock(), measured=why in OF_STORES)
         self._end(fetch.handle, why)
 
     def _end(self, handle: Prefetch, why: str) -> None:

@@ -59,7 +59,7 @@ for the 5 ms after which the interpreter takes it away."""
 KNOWN_BLOCKS = 4096
 """Blocks of stores that a storage manager knows of, and readers of its events too, beside as many as the pool has."""
 SAVE_DEADLINES = 4
-"""A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
+"""A save may take so many times as long as other store requests: nobody waits for it, and it waits for all others."""
 _ENDED = "the storage manager has ended: it or its pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class StorageManagerStats:
     """blocks that stores said to have when they were asked for a prompt"""
     dropped: dict[tuple[str, str], int]
     """saves that were given up, by store and reason: "queue_full", "evicted" (before it was copied), "quota",
-    "suspended", "forgotten", and the codes of jobs: "failed", "late", "refused", "cancelled\""""
+    "suspended", "forgotten", and the codes of store requests: "failed", "late", "refused", "cancelled\""""
     prefetches: dict[str, int]
     """prefetches that have ended, by ``Prefetch.ended``"""
     events_dropped: int
@@ -378,7 +378,7 @@ class StorageManager(Closing):
         os.eventfd_write(self._wake, 1)
         self._thread.join(max(0.0, end - time.monotonic()))
         over = not self._thread.is_alive()
-        return self._storage.close(max(0.0, end - time.monotonic()), tell=over) and over
+        return self._storage.close(max(0.0, end - time.monotonic()), call_back=over) and over
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -472,7 +472,7 @@ class StorageManager(Closing):
         contents = self._adapter.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
         for worker in self._workers:
             worker.check_forget(len(contents))
-        named, names = set(contents), self._adapter.names(contents, sealed=False)
+        named, names = set(contents), self._adapter.names(contents, with_contexts=False)
         count = self._pool.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
         return self._forgotten(count, named.__contains__, lambda worker: worker.forget(names))
 
@@ -505,7 +505,7 @@ class StorageManager(Closing):
     ) -> Forgotten:
         """What is left to do when the pool has forgotten these contents."""
         self._prefetches.stop_all("forgotten", concerns)
-        # From here on the queues give none of it to anybody, and save none of it.
+        # From here on the workers give none of it to anybody, and save none of it.
         drops = {worker.name: begin(worker) for worker in self._workers}
         # What had ended before: it is noted now, and then taken back.
         self._storage.poll()

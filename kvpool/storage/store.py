@@ -25,7 +25,7 @@ DAMAGED = 3
 LATE = 4
 """The deadline came first."""
 CANCELLED = 5
-"""The caller gave up, the queue was closed, or the block is to be dropped."""
+"""The caller gave up, the worker was closed, or the block is to be dropped."""
 REFUSED = 6
 """The store is full, or the namespace of the block has all that it may have."""
 
@@ -43,10 +43,9 @@ Stop = Callable[[], bool]
 class Space:
     """What a store keeps blocks of.
 
-    ``fingerprint``: 16 bytes, of the ModelIdentity. ``rows`` uint8[slots, block_bytes + spare], C-contiguous: what
-    blocks are saved from and loaded into. They stay where they are until ``close`` has returned. The last ``spare``
-    bytes of a row are the store's own while a call has the row; no other call has it then.
-    """
+    ``fingerprint``: 16 bytes, of the ModelIdentity. ``rows`` uint8[slots, block_bytes + row_padding], C-contiguous:
+    what blocks are saved from and loaded into. They stay where they are until ``close`` has returned. The last
+    ``row_padding`` bytes of a row are the store's own while a call has the row; no other call has it then."""
 
     fingerprint: bytes
     rows: Bytes
@@ -65,13 +64,13 @@ class Space:
 class Store(Protocol):
     """Keeps blocks by key. Implement this to keep blocks in one more place; ``StoreWorker`` does the rest.
 
-    Calls may block and may raise OSError, which fails all blocks of the call. They come on the queue's threads,
+    Calls may block and may raise OSError, which fails all blocks of the call. They come on the worker's threads,
     ``threads`` of them at a time; ``open``, ``stats``, and ``find`` if it is ``indexed``, on any thread. ``close``
     comes once, when no other call is under way. A store with files, sockets or threads raises ForkedProcess in a child
-    of ``os.fork()``. What a store answers is not trusted: a block counts only if its bytes have the seal that was made
+    of ``os.fork()``. What a store answers is not trusted: a block counts only if its bytes have the MAC that was made
     for its key. ``name`` and ``threads`` are asked for once, before ``open``.
 
-    ``keys`` uint8[n, KEY_BYTES] say nothing about the content. ``rows`` int64[n] index ``Space.memory``. ``seals``
+    ``keys`` uint8[n, KEY_BYTES] say nothing about the content. ``rows`` int64[n] index ``Space.memory``. ``macs``
     uint8[n, MAC_BYTES] are kept with the blocks, and given back. All three are copies of the call's own. ``stop()``
     turns true when nobody waits for the call any more. A long call asks it between blocks, and gives CANCELLED for the
     rest.
@@ -121,7 +120,7 @@ class Store(Protocol):
         """
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        """Write blocks into the rows. Returns the codes uint8[n], and the seals uint8[n, MAC_BYTES] kept with them. A
+        """Write blocks into the rows. Returns the codes uint8[n], and the MACs uint8[n, MAC_BYTES] kept with them. A
         row whose code is not OK may have any content. Nothing is written after the call has returned."""
 
     def forget(self, keys: Bytes) -> int:
@@ -130,7 +129,7 @@ class Store(Protocol):
         When it returns, none of them is found or loaded any more, also after a crash of a store that outlives its
         process. If that is not so for all, it raises, and is called again. No save that began before may come into
         effect later, such as a request that has timed out and still arrives at a server. No save of these blocks by the
-        same queue is under way meanwhile, unless they were damaged.
+        same worker is under way meanwhile, unless they were damaged.
         """
 
     def clear(self, tag: bytes) -> int:

@@ -19,7 +19,7 @@ class StoreStats:
     """bytes of the blocks that are OK, by kind"""
     seconds: dict[str, float]
     """time in calls of the store, of all threads, by kind"""
-    refused_jobs: int
+    refused_requests: int
     """requests for which the queue was full"""
     queued_blocks: int
     running_calls: int

@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
     request: StoreRequest
 
 
-class RequestLine:
+class RequestHeap:
     """Requests in their order, the first in front. The owner holds its lock.
 
     Those that are done meanwhile have no use. They are thrown away when as many have come as were left the last time,
@@ -83,7 +83,7 @@ class StoreQueue:
         self.drops = Tombstones()
         self.running: dict[int, StoreCall] = {}
         """By thread."""
-        self._line = RequestLine()
+        self._waiting_requests = RequestHeap()
         # In arrays of one number: to add to one is a single step.
         self._waiting = {bound: np.zeros(1, np.int64) for bound in _BOUND.values()}
 
@@ -98,7 +98,7 @@ class StoreQueue:
         counted = partial(self._waiting[_BOUND[request.kind]].__iadd__, request.queued)
         if request.done or request.kind in DROPS:
             return (counted,)
-        return counted, self._line.putting(_PRIORITY[request.kind], request)
+        return counted, self._waiting_requests.putting(_PRIORITY[request.kind], request)
 
     def leaving(self, kind: str, blocks: int) -> Step:
         """The step by which blocks of a request of this kind wait no more."""
@@ -117,12 +117,12 @@ class StoreQueue:
     @property
     def is_empty(self) -> bool:
         """Whether no find, load or save has blocks with which no call has begun."""
-        return self._line.first() is None
+        return self._waiting_requests.first() is None
 
     @property
     def has_work(self) -> bool:
         """Whether there may be a call to make, or a drop to wait for."""
-        entry = self._line.first()
+        entry = self._waiting_requests.first()
         return len(self.drops) > 0 or (entry is not None and self._may_begin(entry.request.kind))
 
     def next(self, thread: int) -> StoreCall | None:
@@ -149,7 +149,7 @@ class StoreQueue:
 
     def _next_piece(self) -> StoreCall | None:
         """The next blocks that may be found, loaded or saved now."""
-        while (entry := self._line.first()) is not None and self._may_begin(entry.request.kind):
+        while (entry := self._waiting_requests.first()) is not None and self._may_begin(entry.request.kind):
             request = entry.request
             if self._clock() >= request.deadline:
                 self._settle(request, LATE)
@@ -157,7 +157,7 @@ class StoreQueue:
             count = len(request.codes)
             part = slice(request.begun, min(request.begun + self._piece_blocks, count))
             if part.stop == count:
-                self._line.pop()
+                self._waiting_requests.pop()
             self.leaving(request.kind, part.stop - part.start)()
             places = request.call_begins(part, self._clock())
             if len(places):

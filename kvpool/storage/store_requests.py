@@ -1,5 +1,5 @@
-"""Jobs: blocks that a store is asked for, saves, loads or drops. One may end in part, late, or not at all. Until a drop
-is confirmed, nobody finds, loads or saves its blocks."""
+"""Requests: blocks that a store is asked for, saves, loads or drops. One may end in part, late, or not at all. Until a
+drop is confirmed, nobody finds, loads or saves its blocks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ KINDS = (FIND, LOAD, SAVE, FORGET, CLEAR)
 DROPS = (FORGET, CLEAR)
 
 
-class RequestQueue(Protocol):
-    """What a job needs of its queue."""
+class RequestOwner(Protocol):
+    """What a request needs of its worker."""
 
     secret: Secret
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool: ...
-    def cancel(self, job: StoreRequest) -> None: ...
+    def cancel(self, request: StoreRequest) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -53,15 +53,13 @@ class StoreRequest:
     ``kind``: "find", "load", "save", "forget" or "clear", which has one code and no keys. ``keys``: uint8[n, 32] or
     ``BlockNames``. ``rows`` int64[n]: of a load or save, none where they are lent. ``codes`` uint8[n]: what became of
     each block, 255 while that is not known. The arrays are read-only. ``dropped``: how many blocks the store has
-    dropped for a forget or a clear.
-    ``deadline``: in seconds on the queue's clock. ``began``, ``seconds``: when the store began with it, and how long it
-    took. ``error``: the text of the store's last error, or "".
+    dropped for a forget or a clear. ``deadline``: in seconds on the worker's clock. ``began``, ``seconds``: when the
+    store began with it, and how long it took. ``error``: the text of the store's last error, or "".
 
-    A job is *done* when every block has a code. It is *returned* when, besides, no call of the store uses its rows any
-    more. Only then may the rows be written or freed: a call that hangs may still write to them.
-    """
+    A request is *done* when every block has a code. It is *returned* when, besides, no call of the store uses its rows
+    any more. Only then may the rows be written or freed: a call that hangs may still write to them."""
 
-    _queue: RequestQueue
+    _worker: RequestOwner
     kind: str
     keys: Keys
     rows: Rows
@@ -123,7 +121,7 @@ class StoreRequest:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many blocks of a job that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
+        """How many blocks of a request that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
         if self._counted is None or not self._settled:
             counted = enumerate(np.bincount(self._codes).tolist())
             self._counted = {CODES[code]: count for code, count in counted if count}
@@ -131,7 +129,7 @@ class StoreRequest:
 
     @property
     def reasons(self) -> list[str]:
-        """The codes of a job that is done, in words: "ok", or what is wrong."""
+        """The codes of a request that is done, in words: "ok", or what is wrong."""
         return [CODES[code] for code in self._codes.tolist()]
 
     @property
@@ -141,24 +139,24 @@ class StoreRequest:
         return int(wrong[0]) if len(wrong) else len(self._codes)
 
     def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
-        """Wait until the job is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
+        """Wait until the request is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
         whether it is. Raises ForkedProcess in a child of ``os.fork()``."""
-        return self._queue.wait_until(lambda: self.returned if returned else self.done, timeout)
+        return self._worker.wait_until(lambda: self.returned if returned else self.done, timeout)
 
     def cancel(self) -> None:
         """Give up the blocks that are not decided yet. Calls under way are asked to stop. Raises ValueError for a
         forget or a clear, which cannot be taken back."""
-        self._queue.cancel(self)
+        self._worker.cancel(self)
 
     def __repr__(self) -> str:
         return f"Job({self.kind}, blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
 
-    # -- called by the queue: all but the keys with its lock held ------------------------------------
+    # -- called by the worker: all but the keys with its lock held ------------------------------------
 
     def hashed(self) -> tuple[list[bytes], frozenset[bytes]]:
         """The keys of its blocks in the store, in order, and as a set. They are hashed by the first call."""
         if self._hashed is None:
-            keys = [key.tobytes() for key in self._queue.secret.keys(self.keys)]
+            keys = [key.tobytes() for key in self._worker.secret.keys(self.keys)]
             self._hashed = keys, frozenset(keys)
         return self._hashed
 
@@ -204,7 +202,7 @@ def keys_argument(keys: object) -> Keys:
     array = np.array(keys) if isinstance(keys, np.ndarray) else None
     if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != KEY_BYTES:
         raise ValueError(
-            f"keys: expected uint8[n, {KEY_BYTES}] that the queue's secret has made, or BlockNames, got {keys!r:.80}"
+            f"keys: expected uint8[n, {KEY_BYTES}] that the worker's secret has made, or BlockNames, got {keys!r:.80}"
         )
     return read_only(array)
 
@@ -222,24 +220,24 @@ def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
 
 
 Running = Mapping[int, tuple[StoreRequest, Rows]]
-"""By thread: the job that a call of the store is for, and the places of its blocks."""
+"""By thread: the request that a call of the store is for, and the places of its blocks."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 30.0
 
 
 class Tombstones:
-    """The forgets and clears of a queue that its store has not confirmed. The caller holds the queue's lock.
+    """The forgets and clears of a worker that its store has not confirmed. The caller holds the worker's lock.
 
     A drop begins when no call is under way that may save what it drops. Saves that begin later leave out these blocks.
     So when the store has dropped them, nothing brings them back. A drop that fails is tried again, after 50 ms at
     first, and then after twice as long each time, up to 30 s.
 
-    However many drops wait, a job costs one look-up a block. A drop that waits for a call to end is looked at again
+    However many drops wait, a request costs one look-up a block. A drop that waits for a call to end is looked at again
     when that call has ended. To add or to remove a drop twice is the same as once.
     """
 
     def __init__(self) -> None:
         self._pauses: dict[StoreRequest, float] = {}  # of every drop: until it is tried again
-        self._forgotten: dict[bytes, dict[StoreRequest, None]] = {}  # which forgets name a key
+        self._by_key: dict[bytes, dict[StoreRequest, None]] = {}  # which forgets name a key
         # By the beginning of a tag, and whether it begins an epoch.
         self._cleared: dict[tuple[bytes, bool], StoreRequest] = {}
         self._due: list[tuple[float, int, StoreRequest]] = []
@@ -249,44 +247,45 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._pauses)
 
-    def add(self, job: StoreRequest) -> None:
-        self._pauses[job] = RETRY_SECONDS
-        if job.kind == CLEAR:
-            self._cleared[job.tag, job.renews] = job
+    def add(self, request: StoreRequest) -> None:
+        self._pauses[request] = RETRY_SECONDS
+        if request.kind == CLEAR:
+            self._cleared[request.tag, request.renews] = request
         else:
-            for key in job.key_set:
-                self._forgotten.setdefault(key, {})[job] = None
-        self._put(job, -math.inf)
+            for key in request.key_set:
+                self._by_key.setdefault(key, {})[request] = None
+        self._put(request, -math.inf)
 
-    def clearing(self, job: StoreRequest) -> StoreRequest | None:
+    def clearing(self, request: StoreRequest) -> StoreRequest | None:
         """The same clear, which waits. No block was saved since it was added, so that it does for a later one."""
-        return self._cleared.get((job.tag, job.renews))
+        return self._cleared.get((request.tag, request.renews))
 
-    def remove(self, job: StoreRequest) -> None:
-        """The store has confirmed it, or the queue is closed."""
-        if job not in self._pauses:
+    def remove(self, request: StoreRequest) -> None:
+        """The store has confirmed it, or the worker is closed."""
+        if request not in self._pauses:
             return
-        if job.kind == CLEAR:
-            self._cleared.pop((job.tag, job.renews), None)
+        if request.kind == CLEAR:
+            self._cleared.pop((request.tag, request.renews), None)
         else:
-            for key in job.key_set:
-                forgets = self._forgotten.get(key, {})
-                forgets.pop(job, None)
+            for key in request.key_set:
+                forgets = self._by_key.get(key, {})
+                forgets.pop(request, None)
                 if not forgets:
-                    self._forgotten.pop(key, None)
-        del self._pauses[job]
+                    self._by_key.pop(key, None)
+        del self._pauses[request]
 
-    def screen(self, job: StoreRequest) -> bool:
-        """Cancel those blocks of a job that are to be dropped. Returns whether all blocks of the job are decided now.
+    def screen(self, request: StoreRequest) -> bool:
+        """Cancel those blocks of a request that are to be dropped. Returns whether all blocks of the request are
+        decided now.
 
         They are not called absent, since the store has said nothing: its health is judged by what it answers.
         """
-        tags = (job.tag, job.tag[:MODEL_BYTES])
+        tags = (request.tag, request.tag[:MODEL_BYTES])
         cleared = any((tag, renews) in self._cleared for tag in tags for renews in (False, True))
-        concerned = np.full(len(job.codes), cleared)
-        if self._forgotten and not concerned.all():
-            concerned[:] = [key in self._forgotten for key in job.key_bytes]
-        return job.decide(CANCELLED, concerned)
+        concerned = np.full(len(request.codes), cleared)
+        if self._by_key and not concerned.all():
+            concerned[:] = [key in self._by_key for key in request.key_bytes]
+        return request.decide(CANCELLED, concerned)
 
     def next(self, now: float, running: Running) -> StoreRequest | None:
         """A drop that may begin now, if there is one."""
@@ -304,23 +303,23 @@ class Tombstones:
         for drop in self._held.pop(thread, ()):
             self._put(drop, -math.inf)
 
-    def failed(self, job: StoreRequest, now: float) -> None:
+    def failed(self, request: StoreRequest, now: float) -> None:
         """The store has not dropped it. It is tried again."""
-        self._put(job, now + self._pauses[job])
-        self._pauses[job] = min(2 * self._pauses[job], RETRY_SECONDS_MAX)
+        self._put(request, now + self._pauses[request])
+        self._pauses[request] = min(2 * self._pauses[request], RETRY_SECONDS_MAX)
 
     def left(self, now: float) -> float | None:
         """Seconds until a drop that has failed is tried again. None if there is none."""
         return self._due[0][0] - now if self._due and self._due[0][0] > now else None
 
-    def _put(self, job: StoreRequest, at: float) -> None:
-        heapq.heappush(self._due, (at, next(self._numbers), job))
+    def _put(self, request: StoreRequest, at: float) -> None:
+        heapq.heappush(self._due, (at, next(self._numbers), request))
 
 
-def _saves(drop: StoreRequest, job: StoreRequest, places: Rows) -> bool:
-    """Whether a call for these places of a job may save what is to be dropped."""
-    if job.kind != SAVE:
+def _saves(drop: StoreRequest, request: StoreRequest, places: Rows) -> bool:
+    """Whether a call for these places of a request may save what is to be dropped."""
+    if request.kind != SAVE:
         return False
     if drop.kind == CLEAR:
-        return job.tag.startswith(drop.tag)
-    return not drop.key_set.isdisjoint(job.key_bytes[place] for place in places.tolist())
+        return request.tag.startswith(drop.tag)
+    return not drop.key_set.isdisjoint(request.key_bytes[place] for place in places.tolist())

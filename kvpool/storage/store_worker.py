@@ -52,36 +52,36 @@ from kvpool.storage.store_requests import (
 )
 
 PATIENCE_SECONDS = 0.1
-"""A job that had less time than this and is late says nothing about its store."""
+"""A request that had less time than this and is late says nothing about its store."""
 
 
 class StoreWorker(Closing):
-    """The jobs of one store, and the threads that do them.
+    """The requests of one store, and the threads that do them.
 
     Parameters
     ----------
     store
         It is opened here, and closed by ``close``.
     memory
-        uint8[slots, block_bytes + spare], C-contiguous, writable: where blocks are saved from and loaded to.
+        uint8[slots, block_bytes + row_padding], C-contiguous, writable: where blocks are saved from and loaded to.
     identity
-        Whose KV this is. It is part of every key and every seal.
+        Whose KV this is. It is part of every key and every MAC.
     secret
         32 bytes in the place of the store's own, for those who share a store without one.
     queued_blocks
         Bound for blocks of saves that wait, for those of finds and loads, and for those that are to be dropped.
-    spare
-        Bytes at the end of each row of ``memory`` that are no block's: see ``Space``. No row is in two jobs then.
+    row_padding
+        Bytes at the end of each row of ``memory`` that are no block's: see ``Space``. No row is in two requests then.
     piece_bytes
-        A job is cut into calls of about this size, so that threads share it.
+        A request is cut into calls of about this size, so that threads share it.
     staging
-        Whether the rows of ``memory`` are lent out by ``take``. A job gives them back when it has returned, and not
+        Whether the rows of ``memory`` are lent out by ``take``. A request gives them back when it has returned, and not
         before; if it was begun with ``hold``, not before ``release`` either. Half of the rows, rounded down, are kept
         for loads, so that no save keeps a load waiting for a row.
     health
-        Judges the store by its jobs. None: a ``CircuitBreaker`` on this clock.
+        Judges the store by its requests. None: a ``CircuitBreaker`` on this clock.
     patience
-        In seconds. A job that had less time than this and is late says nothing about its store.
+        In seconds. A request that had less time than this and is late says nothing about its store.
     warns
         Whether what goes wrong is logged by ``poll``: one WARNING for each kind of trouble, then a count, at most once
         a minute.
@@ -90,32 +90,33 @@ class StoreWorker(Closing):
 
     Notes
     -----
-    The calls that begin jobs return at once: no I/O, no hashing. Loads go before saves. When a deadline passes, the job
-    is done at once, and what it has not got is LATE, even if the store hangs.
+    The calls that begin requests return at once: no I/O, no hashing. Loads go before saves. When a deadline passes, the
+    request is done at once, and what it has not got is LATE, even if the store hangs.
 
-    ``done(job)`` is called once when the job is done, and ``returned(job)`` once after that, when no call of the store
-    uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the next ``poll`` makes the
-    others. If the exception is one of a signal handler, such as the KeyboardInterrupt of Ctrl-C, the next ``poll``
-    makes the same call again. A worker with such callbacks is polled by one thread, which makes all of these calls.
+    ``done(request)`` is called once when the request is done, and ``returned(request)`` once after that, when no call
+    of the store uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the next ``poll``
+    makes the others. If the exception is one of a signal handler, such as the KeyboardInterrupt of Ctrl-C, the next
+    ``poll`` makes the same call again. A worker with such callbacks is polled by one thread, which makes all of these
+    calls.
 
     A signal handler that raises in a call leaves the call undone, or done. Rows that ``take`` has given to nobody then
     are the only loss.
 
-    The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: 128 bits
+    A MAC of each block is made before it is saved, and compared after it was loaded: 128 bits
     of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is
     DAMAGED, and forgotten by the store.
 
     From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
-    saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,
-    and no save that was begun before has left such a block in the store. Until then the store is told again and again.
-    If the queue is closed first, the job is CANCELLED, and the store may have the blocks.
+    saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the request is
+    OK, and no save that was begun before has left such a block in the store. Until then the drop is repeated. If the
+    worker is closed first, the request is CANCELLED, and the store may have the blocks.
 
-    The rows of a save must not change, and those of a load belong to the store, until the job is *returned*.
+    The rows of a save must not change, and those of a load belong to the store, until the request is *returned*.
 
     ``memory`` has the blocks of the array that was given, ``secret`` makes the keys. Thread-safe. Bad arguments raise
-    TypeError or ValueError. Calls that begin jobs raise PoolClosed and StoreBusy; the caller keeps its rows then. All
-    calls raise ForkedProcess in a child of ``os.fork()``. The constructor raises what ``store.open`` raises, and
-    ImportError if the library for seals is missing.
+    TypeError or ValueError. Calls that begin requests raise PoolClosed and StoreBusy; the caller keeps its rows then.
+    All calls raise ForkedProcess in a child of ``os.fork()``. The constructor raises what ``store.open`` raises, and
+    ImportError if the library for MACs is missing.
 
     Examples
     --------
@@ -125,8 +126,8 @@ class StoreWorker(Closing):
     >>> worker = StoreWorker(MemoryStore(1 << 20), staging_rows(4, 4096), model, staging=True)
     >>> rows = worker.take("save", 2)
     >>> worker.memory[rows] = 7
-    >>> job = worker.save(BlockNames([b"one", b"two"]), rows, lambda job: print(job.ok, "saved"))
-    >>> job.wait(60.0)
+    >>> request = worker.save(BlockNames([b"one", b"two"]), rows, lambda request: print(request.ok, "saved"))
+    >>> request.wait(60.0)
     True
     >>> worker.poll()
     2 saved
@@ -196,15 +197,15 @@ class StoreWorker(Closing):
         )
         self._open.start(self.name, threads)
 
-    # -- jobs ----------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Seconds on the queue's clock."""
+        """Seconds on the worker's clock."""
         return self._clock()
 
     def usable(self, kind: str) -> bool:
-        """Whether a job of this kind may be begun now. While the store is suspended, this is true once after each wait,
-        for a job that probes it. A drop is no probe. See ``CircuitBreaker``."""
+        """Whether a request of this kind may be begun now. While the store is suspended, this is true once after each
+        wait, for a request that probes it. A drop is no probe. See ``CircuitBreaker``."""
         if kind in DROPS:
             return not self.health.suspended(writes=True)
         return self.health.usable(writes=kind == SAVE, found=kind == LOAD)
@@ -222,7 +223,7 @@ class StoreWorker(Closing):
         return self._begin(FIND, keys, None, done, None, deadline, tag)
 
     def find_now(self, keys: Keys) -> Bytes | None:
-        """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a job can tell:
+        """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a request can tell:
         another store, one that has failed or is suspended, or one that is to drop something. Hashes names."""
         self._process.check(self)
         checked_keys = keys_argument(keys)
@@ -240,9 +241,9 @@ class StoreWorker(Closing):
         hold: bool = False,
         owner: object = None,
     ) -> StoreRequest:
-        """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
+        """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the request is
         returned. ``tag``: that with which they were saved. ``hold``: rows of ``take`` are read until ``release``.
-        ``owner``: of the job, for ``requests``."""
+        ``owner``: of the request, for ``requests``."""
         return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner)
 
     def save(
@@ -256,11 +257,11 @@ class StoreWorker(Closing):
         limit: int = NO_LIMIT,
         deadline: float = math.inf,
     ) -> StoreRequest:
-        """Save rows of the memory, which nobody may change until the job is returned. ``tag``: of a namespace, made by
-        ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
+        """Save rows of the memory, which nobody may change until the request is returned. ``tag``: of a namespace, made
+        by ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
 
         ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
-        queue's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT. If others
+        worker's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT. If others
         took the rows back before the call had returned, its context raises BlockNotFound at the end; then the store
         drops what it has saved.
         """
@@ -274,8 +275,8 @@ class StoreWorker(Closing):
         return self._begin(FORGET, keys, None, done)
 
     def clear(self, tag: bytes | None = None, done: Call | None = None) -> StoreRequest:
-        """Drop all blocks of the model, or all that were saved with this tag. It may give a job that was begun before:
-        then ``done`` is called too. Raises ValueError for a store that cannot do it."""
+        """Drop all blocks of the model, or all that were saved with this tag. It may give a request that was begun
+        before: then ``done`` is called too. Raises ValueError for a store that cannot do it."""
         size = MODEL_BYTES if tag is None else TAG_BYTES
         if self.clears_prefix < size:
             what = "all blocks of a model" if tag is None else "the blocks of a namespace"
@@ -288,11 +289,10 @@ class StoreWorker(Closing):
         """Begin an epoch of the model: find nothing any more that was saved before, such as the KV of weights that were
         replaced. The store drops it as for ``clear``, if it can.
 
-        When the job is OK, a store with ``Store.epoch`` remembers the epoch. Whoever opens it later finds what is saved
-        from then on. Others who have it open stay in the epoch in which they are until they reset it too: they
-        find nothing of this one, and nothing that they save is found here. A store without ``Store.epoch`` has
-        what was saved in the first one for those who open it later, as far as it has not dropped it.
-        """
+        When the request is OK, a store with ``Store.epoch`` remembers the epoch. Whoever opens it later finds what is
+        saved from then on. Others who have it open stay in the epoch in which they are until they reset it too: they
+        find nothing of this one, and nothing that they save is found here. A store without ``Store.epoch`` has what was
+        saved in the first one for those who open it later, as far as it has not dropped it."""
         return self._clear(self.secret.model, done, renews=True)
 
     def _clear(self, prefix: bytes, done: Call | None, renews: bool = False) -> StoreRequest:
@@ -314,12 +314,12 @@ class StoreWorker(Closing):
         self._process.check(self)
         return self._open.wait_until(condition, timeout)
 
-    def cancel(self, job: StoreRequest) -> None:
-        """What ``Job.cancel`` does."""
+    def cancel(self, request: StoreRequest) -> None:
+        """What ``StoreRequest.cancel`` does."""
         self._process.check(self)
-        if job.kind in DROPS:
-            raise ValueError(f"{job!r}: it cannot be cancelled")
-        self._open.cancel(job)
+        if request.kind in DROPS:
+            raise ValueError(f"{request!r}: it cannot be cancelled")
+        self._open.cancel(request)
 
     @property
     def has_results(self) -> bool:
@@ -327,22 +327,22 @@ class StoreWorker(Closing):
         return self._open.callbacks.ready
 
     def poll(self) -> bool:
-        """Make the calls of jobs that are done or returned. Never waits. Returns whether there were such jobs. Clears
-        ``fileno``."""
+        """Make the calls of requests that are done or returned. Never waits. Returns whether there were such requests.
+        Clears ``fileno``."""
         self._process.check(self)
         return self._open.callbacks.poll()
 
     @property
     def requests(self) -> list[StoreRequest]:
-        """Jobs that have not returned, or whose rows are held, or of which ``poll`` has not told yet; and drops that
+        """Requests that have not returned, or whose rows are held, or whose callbacks were not called; and drops that
         are not confirmed."""
         return self._open.all
 
     @property
     def in_flight(self) -> int:
-        """Finds, loads and saves that have not returned, or whose rows are held, or of which ``poll`` has not told
-        yet."""
-        return sum(job.kind not in DROPS for job in self.requests)
+        """Finds, loads and saves that have not returned, or whose rows are held, or whose callbacks were not
+        called."""
+        return sum(request.kind not in DROPS for request in self.requests)
 
     def fileno(self) -> int:
         """A file descriptor that can be read when ``poll`` has a call to make: for ``select`` and asyncio."""
@@ -355,9 +355,11 @@ class StoreWorker(Closing):
 
     def drain(self, timeout: float) -> bool:
         """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
-        so. Drops that the store does not confirm are not waited for: wait for their jobs."""
+        so. Drops that the store does not confirm are not waited for: wait for their requests."""
         self._process.check(self)
-        return self.wait_until(lambda: all(job.returned or job.kind in DROPS for job in self.requests), timeout)
+        return self.wait_until(
+            lambda: all(request.returned or request.kind in DROPS for request in self.requests), timeout
+        )
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
@@ -367,29 +369,29 @@ class StoreWorker(Closing):
     # -- rows ----------------------------------------------------------------------------------------
 
     def free(self, kind: str) -> int:
-        """How many rows a job of this kind can take now."""
+        """How many rows a request of this kind can take now."""
         return self._open.free(kind)
 
     def take(self, kind: str, most: int, timeout: float = 0.0) -> Rows:
-        """Up to ``most`` free rows for a job of this kind, int64[n]. They are the caller's until a job has them, or
-        ``give_back``. Waits up to ``timeout`` seconds for one, as long as others than calls that hang have some. There
-        may be none."""
+        """Up to ``most`` free rows for a request of this kind, int64[n]. They are the caller's until a request has
+        them, or ``give_back``. Waits up to ``timeout`` seconds for one, as long as others than calls that hang have
+        some. There may be none."""
         self._process.check(self)
         return np.array(self._open.take(kind, most, timeout), np.int64)
 
     def give_back(self, rows: Rows) -> None:
-        """Rows that were taken, and that no job has got."""
+        """Rows that were taken, and that no request has got."""
         self._open.give_back(rows.tolist())
 
-    def release(self, job: StoreRequest) -> None:
-        """The rows of a job that was begun with ``hold`` are not read any more."""
-        self._open.release(job)
+    def release(self, request: StoreRequest) -> None:
+        """The rows of a request that was begun with ``hold`` are not read any more."""
+        self._open.release(request)
 
     # -- the end -------------------------------------------------------------------------------------
 
-    def close(self, timeout: float = 10.0, *, tell: bool = True) -> bool:
-        """Give up what is queued, ask calls under way to stop, wait for them, and close the store. ``tell``: ``poll``,
-        so that whoever waits for a job is told that it was cancelled.
+    def close(self, timeout: float = 10.0, *, call_back: bool = True) -> bool:
+        """Give up what is queued, ask calls under way to stop, wait for them, and close the store. ``call_back``:
+        ``poll``, so that callbacks learn that it was cancelled.
 
         Returns False if a call still hangs after ``timeout`` seconds. Its rows may still be written to, so their memory
         must not be used again; the store is closed when that call returns. May be called again.
@@ -397,7 +399,7 @@ class StoreWorker(Closing):
         self._process.check(self)
         self._open.close()
         over = self.wait_until(lambda: self._open.closed, timeout)
-        if tell:
+        if call_back:
             self.poll()
         return over
 
@@ -424,15 +426,15 @@ class StoreWorker(Closing):
             tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == LOAD)
         end = _deadline_argument(deadline)
-        job = StoreRequest(self, kind, checked_keys, places, lend, end, tag or b"", limit, renews)
-        job.owner, job.held, job.hurried = owner, hold, end - self._clock() < self._patience
-        job.on_done = [] if done is None else [done]
-        job.on_returned = [] if returned is None else [returned]
-        return self._open.begin(job)
+        request = StoreRequest(self, kind, checked_keys, places, lend, end, tag or b"", limit, renews)
+        request.owner, request.held, request.hurried = owner, hold, end - self._clock() < self._patience
+        request.on_done = [] if done is None else [done]
+        request.on_returned = [] if returned is None else [returned]
+        return self._open.begin(request)
 
     def _tag(self, tag: object) -> bytes:
         if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):
-            raise ValueError(f"tag: expected {TAG_BYTES} bytes that the queue's secret has made, got {tag!r:.80}")
+            raise ValueError(f"tag: expected {TAG_BYTES} bytes that the worker's secret has made, got {tag!r:.80}")
         return tag
 
 
@@ -446,4 +448,4 @@ def _deadline_argument(deadline: Any) -> float:
     with suppress(OverflowError):
         if isinstance(deadline, (int, float, np.number)) and deadline == deadline:
             return float(deadline)
-    raise ValueError(f"deadline: expected seconds on the queue's clock, got {deadline!r:.80}")
+    raise ValueError(f"deadline: expected seconds on the worker's clock, got {deadline!r:.80}")

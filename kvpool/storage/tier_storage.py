@@ -28,7 +28,7 @@ Lease = TypeVar("Lease")
 COMMIT, EVICT, REUSE = SAVES = "commit", "evict", "reuse"
 """When a block is saved: as soon as it has its content, before it is evicted, or when it has been used again."""
 VICTIMS = 1024
-TOLD_AT_ONCE = 256
+READ_AT_ONCE = 256
 """Blocks that are looked at under the lock of a tier at once."""
 NOTED = 4096
 """Blocks whose last trouble with a store is remembered, the latest. About 400 KB at the most."""
@@ -43,8 +43,8 @@ class HostTierAdapter(Protocol[Block]):
     """A host tier as a ``TierStorage`` sees it. A block is what the tier knows it by. Blocks of one call are alike:
     they have one tag. ``worker``: of the store that they come from or go to. ``number``: of that store."""
 
-    def names(self, blocks: Iterable[Block], *, sealed: bool) -> BlockNames:
-        """What stores know blocks by. ``sealed``: with what they depend on besides."""
+    def names(self, blocks: Iterable[Block], *, with_contexts: bool) -> BlockNames:
+        """What stores know blocks by. ``with_contexts``: with what they depend on besides."""
 
     def space(self, worker: StoreWorker, block: Block) -> tuple[bytes | None, int]:
         """Its namespace in the store: the tag, if it has one, and how many blocks the store may have of it."""
@@ -78,14 +78,14 @@ class HostTierAdapter(Protocol[Block]):
 class Search(Generic[Block]):
     """Blocks that one store after the other is asked for, until ``end``.
 
-    ``found(number, blocks, job)``: a store has answered. It returns those that the next one is asked for.
-    ``over(blocks, reason)``: nobody is asked for what is left. ``job``: of the store that is asked now.
+    ``found(number, blocks, store request)``: a store has answered. It returns those that the next one is asked for.
+    ``over(blocks, reason)``: nobody is asked for what is left. ``store request``: of the store that is asked now.
     """
 
     end: float
     found: Callable[[int, Sequence[Block], StoreRequest], Sequence[Block]]
     over: Callable[[Sequence[Block], str], None]
-    job: StoreRequest | None = None
+    request: StoreRequest | None = None
 
 
 class Unread(NamedTuple):
@@ -104,7 +104,7 @@ class Loading(Generic[Block]):
     blocks: Sequence[Block]
     rows: Rows
     attempt: LoadAttempt | None
-    job: StoreRequest = field(init=False)
+    request: StoreRequest = field(init=False)
     over: bool = False
 
 
@@ -163,23 +163,23 @@ class TierStorage(Generic[Block]):
             now_s, end = self._clock(), search.end
             # One store that hangs leaves time for those behind it.
             deadline = end if number + 1 == len(self.workers) else now_s + (end - now_s) / 2
-            names, (tag, _) = self._tier.names(blocks, sealed=False), self._tier.space(worker, blocks[0])
+            names, (tag, _) = self._tier.names(blocks, with_contexts=False), self._tier.space(worker, blocks[0])
             try:
                 done = partial(self._searched, search, number, blocks)
-                search.job = worker.find(names, done, tag=tag, deadline=deadline)
+                search.request = worker.find(names, done, tag=tag, deadline=deadline)
                 return
             except StoreBusy:
                 reason = reason if first else "busy"
         search.over(blocks, reason)
 
-    def _searched(self, search: Search[Block], number: int, blocks: Sequence[Block], job: StoreRequest) -> None:
-        search.job = None
-        self._tier.answered(number, blocks, job.codes)
-        self.search(search, search.found(number, blocks, job), number + 1)
+    def _searched(self, search: Search[Block], number: int, blocks: Sequence[Block], request: StoreRequest) -> None:
+        search.request = None
+        self._tier.answered(number, blocks, request.codes)
+        self.search(search, search.found(number, blocks, request), number + 1)
 
     def find_now(self, number: int, blocks: Sequence[Block]) -> Bytes | None:
         """The codes of blocks in a store, where that takes no I/O. None if only a search can tell."""
-        codes = self.workers[number].find_now(self._tier.names(blocks, sealed=False))
+        codes = self.workers[number].find_now(self._tier.names(blocks, with_contexts=False))
         if codes is not None:
             self._tier.answered(number, blocks, codes)
         return codes
@@ -194,9 +194,9 @@ class TierStorage(Generic[Block]):
         while len(self._trouble) > NOTED:
             self._trouble.popitem(last=False)
 
-    def _note(self, number: int, blocks: Iterable[Block], job: StoreRequest) -> None:
-        if self._trouble or job.counts.keys() != {"ok"}:
-            self.note(number, blocks, job.reasons)
+    def _note(self, number: int, blocks: Iterable[Block], request: StoreRequest) -> None:
+        if self._trouble or request.counts.keys() != {"ok"}:
+            self.note(number, blocks, request.reasons)
 
     def trouble(self, number: int, block: Block) -> str:
         """What was last noted of a block; "" if nothing is remembered. Any thread may ask."""
@@ -208,7 +208,7 @@ class TierStorage(Generic[Block]):
     def waiting(self) -> int:
         """Blocks that wait to be saved: no call of a store has begun with them. Those that wait for two stores count
         twice."""
-        return sum(map(len, self._queues)) + sum(job.queued for job in list(self._saves))
+        return sum(map(len, self._queues)) + sum(request.queued for request in list(self._saves))
 
     @property
     def has_pending(self) -> bool:
@@ -258,7 +258,7 @@ class TierStorage(Generic[Block]):
             self._give_up(number, gone, "evicted")
         if not pinned:
             return count
-        names, done = self._tier.names(pinned, sealed=True), partial(self._saved, number, pinned)
+        names, done = self._tier.names(pinned, with_contexts=True), partial(self._saved, number, pinned)
         end = self._clock() + self._save_seconds
         try:
             self._saves.add(worker.save(names, rows, done, self._saves.discard, tag=tag, limit=limit, deadline=end))
@@ -268,17 +268,17 @@ class TierStorage(Generic[Block]):
             self._give_up(number, pinned, "busy")
         return count
 
-    def _saved(self, number: int, chosen: Mapping[Block, Any], job: StoreRequest) -> None:
+    def _saved(self, number: int, chosen: Mapping[Block, Any], request: StoreRequest) -> None:
         """A save is done."""
-        self._note(number, chosen, job)
-        for code, count in job.counts.items():
+        self._note(number, chosen, request)
+        for code, count in request.counts.items():
             if code == "ok":
                 self.saved_blocks += count
                 continue
-            limited = code == "refused" and job.limit != NO_LIMIT
+            limited = code == "refused" and request.limit != NO_LIMIT
             reason = "quota" if limited else "evicted" if code == "absent" else code
             self.dropped[self.workers[number].name, reason] += count
-        self._tier.ended(number, chosen, (job.codes == OK).tolist())
+        self._tier.ended(number, chosen, (request.codes == OK).tolist())
 
     def not_saved(self, lost: int) -> Counter[tuple[str, str]]:
         """``dropped``, with so many blocks that the tier has lost before any store could take them."""
@@ -335,16 +335,16 @@ class TierStorage(Generic[Block]):
         """Return whether a live request waits for this block."""
         return block in self._users
 
-    def want(self, block: Block, user: Hashable) -> None:
+    def add_user(self, block: Block, user: Hashable) -> None:
         """Note that a request waits for a block, which is searched for, on its way, or unread."""
         self._users.setdefault(block, set()).add(user)
         self._wanted.setdefault(user, set()).add(block)
 
-    def want_unread(self, blocks: Iterable[Block], user: Hashable) -> None:
+    def add_user_of_unread(self, blocks: Iterable[Block], user: Hashable) -> None:
         """Note that a request waits for those of the blocks that have come for others, who have not read them yet."""
         for block in blocks if self.unread else ():
             if block in self.unread:
-                self.want(block, user)
+                self.add_user(block, user)
 
     def drop(self, block: Block) -> None:
         """Stop counting a block against the room for loads, whoever waits for it."""
@@ -423,7 +423,7 @@ class TierStorage(Generic[Block]):
         returned: Callable[[Loading[Block]], None] = lambda _: None,
     ) -> Loading[Block] | None:
         """Load the first of these blocks, as many as have rows in the tier; None if there is no row for one. Who is
-        told that it is done calls ``enter``, and ``end`` when its blocks are not on their way any more: the rows are
+        called when it is done calls ``enter``, and ``end`` when its blocks are not on their way any more: the rows are
         kept until then. Raises StoreBusy."""
         worker = self.workers[number]
         self._reserving = number, blocks
@@ -435,20 +435,22 @@ class TierStorage(Generic[Block]):
         if not len(reserved):
             self._loadings.discard(loading)
             return None
-        names, (tag, _) = self._tier.names(reserved, sealed=True), self._tier.space(worker, reserved[0])
+        names, (tag, _) = self._tier.names(reserved, with_contexts=True), self._tier.space(worker, reserved[0])
 
-        def ended(job: StoreRequest) -> None:
-            loading.job = job
-            self._tier.answered(number, reserved, job.codes)
-            self._note(number, reserved, job)
+        def ended(request: StoreRequest) -> None:
+            loading.request = request
+            self._tier.answered(number, reserved, request.codes)
+            self._note(number, reserved, request)
             done(loading)
 
-        def over(job: StoreRequest) -> None:
-            loading.job = job
+        def over(request: StoreRequest) -> None:
+            loading.request = request
             returned(loading)
 
         try:
-            loading.job = worker.load(names, rows, ended, over, tag=tag, deadline=deadline, hold=True, owner=loading)
+            loading.request = worker.load(
+                names, rows, ended, over, tag=tag, deadline=deadline, hold=True, owner=loading
+            )
         except StoreBusy:
             self._tier.abort(worker, reserved, rows)
             self._remove(loading)
@@ -471,26 +473,26 @@ class TierStorage(Generic[Block]):
             if block in self._users:
                 self.unread[block] = arrival
         if loading.attempt is not None:
-            loading.attempt.note(len(arrived), loading.job.began, now_s)
+            loading.attempt.note(len(arrived), loading.request.began, now_s)
         return arrived
 
     def end(self, loading: Loading[Block]) -> None:
         """A load has ended, or is given up."""
-        loading.job.cancel()
-        self.workers[loading.number].release(loading.job)
+        loading.request.cancel()
+        self.workers[loading.number].release(loading.request)
         self._remove(loading)
 
-    def give_back(self, loading: Loading[Block], job: StoreRequest | None) -> None:
+    def give_back(self, loading: Loading[Block], request: StoreRequest | None) -> None:
         """No call of a store can write to the rows of a load any more: have the tier take back those without blocks.
-        ``job``: of the load, if it has begun."""
+        ``store request``: of the load, if it has begun."""
         left, worker = (
             [block for block in loading.blocks if self.coming.get(block) is loading],
             self.workers[loading.number],
         )
         self._tier.abort(worker, left, loading.rows)
         self._remove(loading)
-        if job is not None:
-            worker.release(job)
+        if request is not None:
+            worker.release(request)
 
     def _remove(self, loading: Loading[Block]) -> None:
         for block in loading.blocks:
@@ -506,23 +508,23 @@ class TierStorage(Generic[Block]):
         number, blocks = self._reserving
         self._tier.abort(self.workers[number], [block for block in blocks if block not in self.coming], NO_ROWS)
         self._reserving = 0, ()
-        self._saves = {job for job in self._saves if not job.returned}
-        begun = {job.owner: job for worker in self.workers for job in worker.requests}
+        self._saves = {request for request in self._saves if not request.returned}
+        begun = {request.owner: request for worker in self.workers for request in worker.requests}
         for loading in list(self._loadings):
             loading.over = True
             if loading.attempt is not None:
-                loading.attempt.end(self._clock(), told=False)
-            job = begun.get(loading)
-            if job is not None:
-                job.cancel()
-            if job is None or job.returned:
-                self.give_back(loading, job)
+                loading.attempt.end(self._clock(), measured=False)
+            request = begun.get(loading)
+            if request is not None:
+                request.cancel()
+            if request is None or request.returned:
+                self.give_back(loading, request)
 
     # -- all stores ----------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> bool:
-        """Whether some job has not returned."""
+        """Whether some store request has not returned."""
         return any(worker.in_flight for worker in self.workers)
 
     @property
@@ -534,14 +536,14 @@ class TierStorage(Generic[Block]):
         """Note what the stores have done. Returns whether they had."""
         return sum([worker.poll() for worker in self.workers if worker.has_results]) > 0
 
-    def close(self, timeout: float, *, tell: bool = True) -> bool:
-        """Close the stores. Returns False if a call hangs still after ``timeout`` seconds. ``tell``: whoever waits for
-        a job learns that it was cancelled."""
+    def close(self, timeout: float, *, call_back: bool = True) -> bool:
+        """Close the stores. Returns False if a call hangs still after ``timeout`` seconds. ``call_back``: whoever waits
+        for a store request learns that it was cancelled."""
         end = time.monotonic() + timeout
         for worker in self.workers:
             # All end at the same time.
-            worker.close(0.0, tell=False)
-        over = [worker.close(max(0.0, end - time.monotonic()), tell=tell) for worker in self.workers]
+            worker.close(0.0, call_back=False)
+        over = [worker.close(max(0.0, end - time.monotonic()), call_back=call_back) for worker in self.workers]
         return all(over)
 
 
@@ -552,7 +554,7 @@ def open_workers(stores: Sequence[Store], worker_of: Callable[[Store], StoreWork
         workers.extend(map(worker_of, stores))
     except BaseException:
         for worker in workers:
-            worker.close(tell=False)
+            worker.close(call_back=False)
         raise
     return workers
 

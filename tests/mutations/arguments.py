@@ -93,8 +93,8 @@ MUTATIONS = (
     Mutation(
         "a_store_writes_to_the_rows_of_a_job",
         "StoreCalls._checked",
-        "self._store.load(keys.copy(), rows.copy(), lambda: job.done)",
-        "self._store.load(np.array(keys, copy=None), rows, lambda: job.done)",
+        "self._store.load(keys.copy(), rows.copy(), lambda: request.done)",
+        "self._store.load(np.array(keys, copy=None), rows, lambda: request.done)",
         "A store has one row checked, and another one believed.",
         ("tests/stores/test_queue.py::test_a_block_in_another_row_than_its_own_is_damaged",),
     ),

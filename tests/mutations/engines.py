@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_that_is_left_stands_before_others",
         "_Hits.leave",
-        "self._end(left - {*self._open.values()}, now, told=False)",
+        "self._end(left - {*self._open.values()}, now, measured=False)",
         "pass",
         "What LMCache has found and does not load is still paid for: hits of others are declined.",
         (f"{STAGED}test_hits_that_are_left_shut_out_nobody_and_say_nothing_of_their_store",),

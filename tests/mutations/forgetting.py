@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation(
         "a_store_that_is_down_is_asked_for_what_was_dropped",
         "OpenRequests._begun",
-        "self._screen(job)",
+        "self._screen(request)",
         "",
         "A tenant's content is found after it has left, until the store has dropped it.",
         (f"{_DROPS}test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved[forget]",),
@@ -35,8 +35,8 @@ MUTATIONS = (
     Mutation(
         "a_drop_that_fails_is_confirmed",
         "OpenRequests._returned",
-        "if error:\n    self._queue.drops.failed(job, self._clock())\nelse:\n    self._settle(job, OK)",
-        "self._settle(job, OK)",
+        "if error:\n    self._queue.drops.failed(request, self._clock())\nelse:\n    self._settle(request, OK)",
+        "self._settle(request, OK)",
         "An operator is told that content is gone, and it is not.",
         (
             f"{_DROPS}test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved[clear]",

@@ -33,7 +33,7 @@ MUTATIONS = (
     Mutation(
         "what_was_copied_says_what_its_event_has_said",
         "PoolAdapter._read",
-        'note_said(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)',
+        'note_fields(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)',
         "",
         "A store keeps the bytes of one prompt in the name and context of another, which has the same key.",
         (f"{_FAILURES}test_a_mac_covers_what_the_pool_has_under_the_key_now",),
@@ -57,7 +57,7 @@ MUTATIONS = (
     Mutation(
         "blocks_behind_a_wrong_one_enter",
         "Prefetches._enter",
-        "loading.job.leading",
+        "loading.request.leading",
         "len(loading.blocks)",
         "A changed byte in a store becomes a wrong token.",
         (
@@ -92,7 +92,7 @@ MUTATIONS = (
     Mutation(
         "names_of_what_stores_have_are_forgotten",
         "StoredContent.read",
-        "for _, of_rows in (*self._told, *held):\n    names.update(of_rows)",
+        "for _, of_rows in (*self._pending, *held):\n    names.update(of_rows)",
         "",
         "A router is told that content of a tenant is content without a salt.",
         (
@@ -102,15 +102,15 @@ MUTATIONS = (
     Mutation(
         "what_stores_have_is_not_told_again",
         "StoredContent.read",
-        "parts = [*told, of_pool, *again] if cleared else [of_pool, *told]",
-        "parts = [of_pool, *told]",
+        "parts = [*of_stores, of_pool, *again] if cleared else [of_pool, *of_stores]",
+        "parts = [of_pool, *of_stores]",
         "After a reset of the pool, routers send nobody to a worker whose disk has the prompt.",
         ("tests/stores/test_storage_manager_mirror.py::test_what_stores_hold_is_reported_again_after_a_reset",),
     ),
     Mutation(
         "content_known_no_more_stays_with_readers",
         "StoredContent.note",
-        "self._tell(REMOVED, store, [content for content, bits in oldest if bits & 1 << store])",
+        "self._report(REMOVED, store, [content for content, bits in oldest if bits & 1 << store])",
         "pass",
         "A router keeps blocks of a store for ever that the store lost long ago.",
         ("tests/stores/test_storage_manager_mirror.py::test_content_that_is_known_no_more_is_known_to_no_mirror",),

@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "rows_of_a_job_that_is_done_are_given_away",
         "OpenRequests._let_go",
-        "job.returned",
-        "job.done",
+        "request.returned",
+        "request.done",
         "A load that hung writes into the blocks of another request.",
         ("tests/stores/test_worker_calls.py::test_nobody_waits_for_rows_that_hang",),
     ),
@@ -145,7 +145,7 @@ MUTATIONS = (
     Mutation(
         "what_was_lent_after_a_clear_is_saved_for_what_was_before",
         "StoreCalls._lent",
-        "not job.done",
+        "not request.done",
         "True",
         "The KV of new weights is found by an engine that has the old ones.",
         (_HASHED,),
@@ -153,7 +153,7 @@ MUTATIONS = (
     Mutation(
         "the_store_is_not_told_of_an_epoch",
         "StoreCalls._clear",
-        'self._asked(new=True) if job.renews else b""',
+        'self._asked(new=True) if request.renews else b""',
         'b""',
         "What was saved after the weights were replaced is not found after a restart.",
         (
@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         "a_reset_waits_with_a_clear",
         "Tombstones.clearing",
-        "self._cleared.get((job.tag, job.renews))",
-        "self._cleared.get((job.tag, False)) or self._cleared.get((job.tag, True))",
+        "self._cleared.get((request.tag, request.renews))",
+        "self._cleared.get((request.tag, False)) or self._cleared.get((request.tag, True))",
         "An engine resets while a clear is under way, and has what others save with the old weights.",
         ("tests/stores/test_queue.py::test_a_reset_beside_a_clear_begins_an_epoch",),
     ),
@@ -298,9 +298,9 @@ MUTATIONS = (
     ),
     Mutation(
         "all_hits_of_a_step_are_judged_as_one",
-        "KeyLoads._line_up",
-        "self._lines.setdefault((number, is_stored, hit), [])",
-        'self._lines.setdefault((number, is_stored, ""), [])',
+        "KeyLoads._enqueue",
+        "self._queued.setdefault((number, is_stored, hit), [])",
+        'self._queued.setdefault((number, is_stored, ""), [])',
         "A short hit is loaded though it comes sooner computed, because a long one came in the same step.",
         (
             "tests/stores/test_host_storage_manager_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",
@@ -309,7 +309,7 @@ MUTATIONS = (
     Mutation(
         "a_save_of_nothing_is_an_answer",
         "_failed",
-        '"absent" if job.kind == SAVE else ""',
+        '"absent" if request.kind == SAVE else ""',
         '""',
         "A store that is dead counts as well again, because a block was evicted before it was asked.",
         ("tests/stores/test_health.py::test_a_save_of_what_is_gone_does_not_change_health_and_is_not_a_probe",),

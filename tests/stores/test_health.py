@@ -60,7 +60,7 @@ def test_a_save_of_what_is_gone_does_not_change_health_and_is_not_a_probe(health
 def test_what_counts_as_a_failure(health: CircuitBreaker, code: int) -> None:
     for _ in range(3):
         health.note(job(code, code))
-    assert not health.usable() and health.stats().failed_jobs == 3
+    assert not health.usable() and health.stats().failed_requests == 3
 
 
 def test_a_cancelled_job_says_nothing(health: CircuitBreaker) -> None:

@@ -458,7 +458,7 @@ def test_a_prompt_that_two_jobs_save_comes_back_into_its_order_when_the_second_h
     touched: list[Any] = []
     tier: Any = object.__new__(HostCacheAdapter)
     tier.cache = SimpleNamespace(touch=touched.append)
-    tier._runs, tier._in_one, tier.tells = [{}], 256, False
+    tier._runs, tier._in_one, tier.reports = [{}], 256, False
     short, other = tuple(b"one%d" % i for i in range(10)), tuple(b"other%d" % i for i in range(15))
     first, second = tier.to_save(short, 0, short), tier.to_save(other, 0, other)
     for chosen in (dict.fromkeys(short[:5], first), dict.fromkeys(short[5:], first) | dict.fromkeys(other, second)):
@@ -470,7 +470,7 @@ def test_saves_that_end_are_not_compared_with_all_that_wait() -> None:
     """A store that falls behind has thousands of blocks wait, each of a prompt of its own: the scheduler waits."""
     tier: Any = object.__new__(HostCacheAdapter)
     tier.cache = SimpleNamespace(touch=lambda prompt: None)
-    tier._runs, tier._in_one, tier.tells = [{}], 1, False
+    tier._runs, tier._in_one, tier.reports = [{}], 1, False
     keys = [(b"%d" % i,) for i in range(600)]
     runs = {prompt[0]: tier.to_save(prompt, 0, prompt) for prompt in keys}
     chosen, calls = dict([*runs.items()][:100]), list[str]()

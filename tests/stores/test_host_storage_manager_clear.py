@@ -140,7 +140,7 @@ def test_after_clear_a_listener_knows_of_nothing_in_stores(make: Callable[..., E
 def test_keys_that_are_followed_no_more_are_known_to_no_listener(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.storage.host_cache_adapter.TOLD_MAX", 5)
+    monkeypatch.setattr("kvpool.storage.host_cache_adapter.REPORTED_MAX", 5)
     engine = make(blocks=16)
     assert kept(engine, set()) == set()
     engine.saved(3)

@@ -301,7 +301,7 @@ def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
         with pytest.raises(StoreBusy, match="8 blocks wait"):
             queue.save(keys, np.arange(4))
         assert queue.find(keys).wait(600), "other jobs have room of their own"
-        assert queue.stats().refused_jobs == 1
+        assert queue.stats().refused_requests == 1
         gate.open()
         assert all(job.wait(600) for job in held)
 

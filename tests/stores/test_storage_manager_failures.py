@@ -104,7 +104,7 @@ def test_a_mac_covers_what_the_pool_has_under_the_key_now(engine: Engine) -> Non
         engine.seed(PROMPT, 40)
         contents = contents_of(engine, 3)
         right = [content.context for content in contents]
-        contents[1].said = contents_of(engine, 2)[0].said
+        contents[1].fields = contents_of(engine, 2)[0].fields
         assert tier_of(engine).copy(contents, np.zeros((4, 4096), np.uint8), [2, 0, 1]).all()
         assert [content.context for content in contents] == right
         for content in contents:
@@ -128,10 +128,11 @@ def test_the_second_of_two_prompts_with_one_key_gets_a_miss(differs: str, monkey
     forced = dict(zip(other.keys(second, **names[differs]), keys, strict=True))
     names_of = PoolAdapter.names
 
-    def collide(self: PoolAdapter, blocks: Iterable[Content], *, sealed: bool) -> BlockNames:
+    def collide(self: PoolAdapter, blocks: Iterable[Content], *, with_contexts: bool) -> BlockNames:
         wanted = list(blocks)
         named = [Content(content.group, forced.get(content.key, content.key)) for content in wanted]
-        return BlockNames(names_of(self, named, sealed=False).names, names_of(self, wanted, sealed=sealed).contexts)
+        contexts = names_of(self, wanted, with_contexts=with_contexts).contexts
+        return BlockNames(names_of(self, named, with_contexts=False).names, contexts)
 
     with other.cache, make_manager(other, memory) as manager:
         monkeypatch.setattr(PoolAdapter, "names", collide)

@@ -194,7 +194,7 @@ def test_a_save_that_ends_before_a_snapshot_is_in_it(engine: Engine) -> None:
         manager.events()
         stored, events = manager._stored, engine.cache.events
         late = Content(0, bytes(range(16)))
-        late.said = bytes(16), np.zeros(T, np.int32).tobytes(), b""
+        late.fields = bytes(16), np.zeros(T, np.int32).tobytes(), b""
 
         class Noted:
             """A lock before which something is noted, once."""
