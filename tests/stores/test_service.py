@@ -41,22 +41,14 @@ class Service:
         self.secret.write_text("ab" * 32)
         self.secret.chmod(0o600)
         self.endpoint, self.text = f"ipc://{folder}/s", f"disk:{folder}/kv?capacity=16MiB"
+        self.options = [f"--listen={self.endpoint}", f"--block-bytes={BLOCK_BYTES}", f"--secret-file={self.secret}"]
         self.store = f"peer:{self.endpoint}?secret_file={self.secret}&timeout_ms=600000"
         self.said: list[list[list[str]]] = []
         self.running: list[Process] = []
 
     def start(self, *more: str) -> dict[str, str]:
         """What it says of where it is, by the first word."""
-        self.process = start(
-            "kvpool",
-            "store",
-            self.text,
-            "--listen",
-            self.endpoint,
-            f"--block-bytes={BLOCK_BYTES}",
-            f"--secret-file={self.secret}",
-            *more,
-        )
+        self.process = start("kvpool", "store", self.text, *self.options, *more)
         assert self.process.stdout is not None
         said = dict(self.process.stdout.readline().split() for _ in range(1 + len(more) // 2))
         assert said["endpoint"] == self.endpoint
@@ -100,6 +92,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
         process.wait(600)
 
 
+@pytest.mark.exhaustive
 def test_three_engines_share_a_folder_whoever_is_killed(service: Service) -> None:
     """An engine is killed, then the service, which comes back; in the end it is stopped and started. What was
     acknowledged to any engine comes back, and has the right bytes."""
@@ -129,7 +122,7 @@ def test_three_engines_share_a_folder_whoever_is_killed(service: Service) -> Non
     service.check(acknowledged)
 
 
-def test_the_service_says_how_it_is_and_ends_cleanly(service: Service) -> None:
+def test_the_service_says_how_it_is_keeps_its_place_and_ends_cleanly(service: Service, tmp_path: Path) -> None:
     metrics = service.start("--metrics-port", "0")["metrics"]
     with open_queue(open_store(service.store)) as queue:
         saved(queue, 4)
@@ -138,6 +131,14 @@ def test_the_service_says_how_it_is_and_ends_cleanly(service: Service) -> None:
     assert re.search(r'kvpool_store_server_figure{figure="blocks",pool="store"} 4\.0', text)
     assert "ab" * 32 not in text
     assert urlopen(metrics.replace("/metrics", "/health"), timeout=600).read() == b"ok\n"
+    second = ["store", f"disk:{tmp_path}/other?capacity=1MiB", *service.options]
+    assert main(second) == 2, "the place is taken"
+    with open_queue(open_store(service.store)) as queue:
+        saved(queue, 1)
+    (tmp_path / "s").unlink()
+    (tmp_path / "s").write_text("mine")
+    assert main(second) == 2, "a file is in the way"
+    assert (tmp_path / "s").read_text() == "mine" and service.process.poll() is None
     assert service.end(signal.SIGTERM) == 0
 
 
@@ -197,22 +198,3 @@ def test_what_cannot_be_served_is_wrong_usage(
     options = [f"--listen=ipc://{tmp_path}/s", "--block-bytes=4096", f"--secret-file={secret}"]
     assert main(["store", store, *options, *more]) == 2
     assert words in capsys.readouterr().err and signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
-@pytest.mark.parametrize("place", ["a server", "a file"])
-def test_nobody_loses_its_place_to_a_second_service(service: Service, tmp_path: Path, place: str) -> None:
-    service.start()
-    if place == "a file":
-        (tmp_path / "s").unlink()
-        (tmp_path / "s").write_text("mine")
-    options = [f"--listen={service.endpoint}", f"--block-bytes={BLOCK_BYTES}", f"--secret-file={service.secret}"]
-    other = start("kvpool", "store", f"disk:{tmp_path}/other?capacity=1MiB", *options)
-    service.running.append(other)
-    assert other.wait(600) == 2
-    assert service.process.poll() is None
-    if place == "a file":
-        assert (tmp_path / "s").read_text() == "mine"
-    else:
-        with open_queue(open_store(service.store)) as queue:
-            saved(queue, 1)
-    assert service.end(signal.SIGTERM) == 0

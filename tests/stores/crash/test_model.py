@@ -48,15 +48,19 @@ class Calls:
     def name(self, kind: Kind, path: str, file: int = 0) -> None:
         self.begin(kind, file, path="\n".join(f"{ROOT}/{part}" for part in path.split("\n")))
 
-    def write(self, file: int, data: bytes, offset: int = 0, flags: int = 0) -> None:
+    def write(self, data: bytes, offset: int = 0, flags: int = 0, file: int = FILE) -> None:
         self.end(self.begin(Kind.WRITE, file, data, offset, flags=flags), len(data))
 
-    def sync(self, file: int) -> None:
-        self.end(self.begin(Kind.SYNC, file))
+    def sync(self, file: int = FILE, result: int = 0) -> None:
+        self.end(self.begin(Kind.SYNC, file), result)
 
     def left(self, fate: Fate = NOTHING, seed: int = 0) -> dict[str, bytes | None]:
         """What a crash leaves now."""
         return self.disk.state(fate, random.Random(seed))
+
+    def leave(self, least: bytes, most: bytes | None = None) -> bool:
+        """Whether a crash leaves this of the file where nothing survives that is not durable, and where all does."""
+        return self.left() == {"file": least} and (most is None or self.left(ALL) == {"file": most})
 
 
 @pytest.fixture
@@ -72,12 +76,12 @@ def calls() -> Calls:
 
 
 def test_bytes_are_durable_when_a_sync_has_returned(calls: Calls) -> None:
-    calls.write(FILE, b"new")
-    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": b"new"})
+    calls.write(b"new")
+    assert calls.leave(b"", b"new")
     sync = calls.begin(Kind.SYNC, FILE)
-    assert calls.left() == {"file": b""}
+    assert calls.leave(b"")
     calls.end(sync)
-    assert calls.left() == {"file": b"new"}
+    assert calls.leave(b"new")
 
 
 def test_a_write_under_way_when_a_sync_begins_is_not_covered(calls: Calls) -> None:
@@ -85,23 +89,23 @@ def test_a_write_under_way_when_a_sync_begins_is_not_covered(calls: Calls) -> No
     sync = calls.begin(Kind.SYNC, FILE)
     calls.end(write, 3)
     calls.end(sync)
-    assert calls.left() == {"file": b""}
+    assert calls.leave(b"")
 
 
 def test_a_sync_that_fails_covers_nothing(calls: Calls) -> None:
-    calls.write(FILE, b"new")
-    calls.end(calls.begin(Kind.SYNC, FILE), -1)
-    assert calls.left() == {"file": b""}
+    calls.write(b"new")
+    calls.sync(result=-1)
+    assert calls.leave(b"")
 
 
 def test_a_sync_that_has_failed_is_not_made_up_for_by_the_next(calls: Calls) -> None:
-    calls.write(FILE, b"lost")
-    calls.end(calls.begin(Kind.SYNC, FILE), -1)
-    calls.sync(FILE)
-    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": b"lost"})
-    calls.write(FILE, b"kep", 1)
-    calls.sync(FILE)
-    assert (calls.left(), calls.left(ALL)) == ({"file": b"\0kep"}, {"file": b"lkep"})
+    calls.write(b"lost")
+    calls.sync(result=-1)
+    calls.sync()
+    assert calls.leave(b"", b"lost")
+    calls.write(b"kep", 1)
+    calls.sync()
+    assert calls.leave(b"\0kep", b"lkep")
 
 
 def test_a_write_that_fails_changes_nothing(calls: Calls) -> None:
@@ -111,7 +115,7 @@ def test_a_write_that_fails_changes_nothing(calls: Calls) -> None:
 
 def test_a_sync_of_another_file_covers_nothing(calls: Calls) -> None:
     calls.name(Kind.CREATE, "other", OTHER)
-    calls.write(FILE, b"new")
+    calls.write(b"new")
     calls.sync(OTHER)
     calls.sync(FOLDER)
     assert calls.left() == {"file": b"", "other": b""}
@@ -119,31 +123,31 @@ def test_a_sync_of_another_file_covers_nothing(calls: Calls) -> None:
 
 def test_a_sync_of_everything_covers_all_files_and_names(calls: Calls) -> None:
     calls.name(Kind.CREATE, "other", OTHER)
-    calls.write(FILE, b"new")
-    calls.write(OTHER, b"too")
+    calls.write(b"new")
+    calls.write(b"too", file=OTHER)
     sync = calls.begin(Kind.SYNC_ALL)
-    assert calls.left() == {"file": b""}
+    assert calls.leave(b"")
     calls.end(sync)
     assert calls.left() == {"file": b"new", "other": b"too"}
 
 
 def test_a_write_with_dsync_is_durable_when_it_returns(calls: Calls) -> None:
-    calls.write(FILE, b"old")
-    calls.write(FILE, b"new", 3, flags=1)
-    assert calls.left() == {"file": b"\0\0\0new"}
+    calls.write(b"old")
+    calls.write(b"new", 3, flags=1)
+    assert calls.leave(b"\0\0\0new")
 
 
 def test_what_is_not_durable_survives_in_any_subset(calls: Calls) -> None:
     for place in range(3):
-        calls.write(FILE, b"%d" % place, place)
+        calls.write(b"%d" % place, place)
     contents = {calls.left(Fate(0.5), seed)["file"] for seed in range(200)}
     assert contents == {b"", b"0", b"\0" + b"1", b"\0\0" + b"2", b"01", b"0\0" + b"2", b"\0" + b"12", b"012"}
 
 
 def test_a_torn_write_changes_its_own_sectors_only(calls: Calls) -> None:
-    calls.write(FILE, b"a" * 4 * SECTOR)
-    calls.sync(FILE)
-    calls.write(FILE, b"b" * 2 * SECTOR, SECTOR)
+    calls.write(b"a" * 4 * SECTOR)
+    calls.sync()
+    calls.write(b"b" * 2 * SECTOR, SECTOR)
     contents = {calls.left(Fate(0.0, 1.0), seed)["file"] for seed in range(200)}
     middles = {left * SECTOR + other * SECTOR for left in (b"a", b"b") for other in (b"a", b"b")}
     assert contents == {b"a" * SECTOR + middle + b"a" * SECTOR for middle in middles}
@@ -154,20 +158,20 @@ def test_a_torn_write_changes_its_own_sectors_only(calls: Calls) -> None:
 
 def test_sizes_change_as_bytes_do(calls: Calls) -> None:
     calls.end(calls.begin(Kind.ALLOCATE, FILE, length=100))
-    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": bytes(100)})
-    calls.sync(FILE)
+    assert calls.leave(b"", bytes(100))
+    calls.sync()
     calls.end(calls.begin(Kind.TRUNCATE, FILE, length=10))
-    assert (calls.left(), calls.left(ALL)) == ({"file": bytes(100)}, {"file": bytes(10)})
+    assert calls.leave(bytes(100), bytes(10))
 
 
 def test_names_are_durable_when_their_folder_was_synced(calls: Calls) -> None:
     calls.name(Kind.MKDIR, "folder", 20)
     calls.name(Kind.CREATE, "folder/in", 21)
-    calls.write(21, b"x")
+    calls.write(b"x", file=21)
     calls.sync(21)
-    assert calls.left() == {"file": b""}
+    assert calls.leave(b"")
     calls.sync(20)
-    assert calls.left() == {"file": b""}
+    assert calls.leave(b"")
     calls.sync(FOLDER)
     assert calls.left() == {"file": b"", "folder": None, "folder/in": b"x"}
 
@@ -181,14 +185,14 @@ def test_names_survive_in_their_order(calls: Calls) -> None:
 
 
 def test_a_renamed_file_may_be_empty_without_a_sync_of_its_bytes(calls: Calls) -> None:
-    calls.write(FILE, b"old")
-    calls.sync(FILE)
+    calls.write(b"old")
+    calls.sync()
     calls.name(Kind.CREATE, "new", OTHER)
-    calls.write(OTHER, b"new")
+    calls.write(b"new", file=OTHER)
     calls.name(Kind.RENAME, "new\nfile")
-    assert calls.left() == {"file": b"old"}
+    assert calls.leave(b"old")
     calls.sync(FOLDER)
-    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": b"new"})
+    assert calls.leave(b"", b"new")
 
 
 def test_a_call_that_the_model_does_not_know_is_an_error(calls: Calls) -> None:

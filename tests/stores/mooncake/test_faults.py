@@ -58,7 +58,7 @@ def library(cluster: Cluster) -> Iterator[Any]:
 # -- several workers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row_padding", [0, 16, 4096])
+@pytest.mark.parametrize("row_padding", [0, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (16, 4096))])
 def test_a_worker_finds_what_another_has_saved(
     cluster: Cluster, open_at: OpenAt, secret: bytes, row_padding: int
 ) -> None:
@@ -121,6 +121,7 @@ def test_a_cluster_without_memory_refuses(own_cluster: Start, open_at: OpenAt) -
     assert save(queue, 4).codes.tolist() == [REFUSED] * 4 and queue.stats().store["no_space"] == 4
 
 
+@pytest.mark.exhaustive
 def test_leases_that_end_during_a_load_give_misses(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
     cluster = own_cluster("--default_kv_lease_ttl=1")
     cluster.worker(secret, 64 * MIB)
@@ -134,6 +135,7 @@ def test_leases_that_end_during_a_load_give_misses(own_cluster: Start, open_at: 
 # -- what dies and hangs -------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_master_that_dies_and_comes_back(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
     cluster = own_cluster("--default_kv_lease_ttl=500")
     cluster.worker(secret, 16 * MIB)
@@ -148,6 +150,7 @@ def test_a_master_that_dies_and_comes_back(own_cluster: Start, open_at: OpenAt, 
     assert load(queue, 8, 200).ok == 8
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_killed_with_a_load_under_way(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
     cluster = own_cluster("--client_ttl=2", "--default_kv_lease_ttl=500")
     first = cluster.worker(secret, 64 * MIB)
@@ -173,6 +176,7 @@ def test_a_worker_that_is_killed_with_a_load_under_way(own_cluster: Start, open_
     until(lambda: load(queue, 4).codes.tolist() == [ABSENT] * 4)
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
     own_cluster: Start, open_at: OpenAt, secret: bytes
 ) -> None:
@@ -206,6 +210,7 @@ def test_a_child_of_fork_harms_nobody(cluster: Cluster, open_at: OpenAt, secret:
     assert load(queue, 4).ok == 4
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_ends_without_closing_ends_well(own_cluster: Start) -> None:
     """Even with calls in flight."""
     cluster = own_cluster()
@@ -240,6 +245,7 @@ def replay(store: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.exhaustive
 def test_the_second_of_two_processes_starts_warm_and_every_byte_is_right(
     cluster: Cluster, secret: bytes, tmp_path: Path
 ) -> None:
