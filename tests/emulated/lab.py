@@ -95,6 +95,10 @@ class Driver:
     def event(self) -> int:
         return self.made("cuEventCreate", NO_TIMING)
 
+    def pending(self, stream: int) -> bool:
+        """Whether work of a stream is not done."""
+        return self.status("cuStreamQuery", stream) == NOT_READY
+
     def copy(self, target: object, source: object, nbytes: int, stream: int = 0) -> int:
         ends: tuple[Any, Any] = target, source
         places = [end if isinstance(end, int) else ctypes.addressof(end) for end in ends]

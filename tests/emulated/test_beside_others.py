@@ -55,15 +55,15 @@ def test_a_pool_closes_while_a_stream_is_captured_and_gives_everything_back(
     serve(cache, stream)
     capture = Capturing(driver, mode)
     if known:
-        driver.cuStreamBeginCapture_v2(stream.handle, mode)  # type: ignore[operator]
+        driver.cuStreamBeginCapture_v2(stream.handle, mode)
     cache.close()
     del cache
     status, graph = capture.end()
     assert status == lab.SUCCESS and graph
     if known:
-        driver.cuStreamEndCapture(stream.handle, ctypes.byref(ctypes.c_size_t()))  # type: ignore[operator]
-    driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
-    driver.cuStreamDestroy_v2(capture.stream)  # type: ignore[operator]
+        driver.cuStreamEndCapture(stream.handle, ctypes.byref(ctypes.c_size_t()))
+    driver.cuStreamDestroy_v2(stream.handle)
+    driver.cuStreamDestroy_v2(capture.stream)
     assert driver.in_use() == before
 
 
@@ -77,16 +77,16 @@ def test_a_pool_whose_stream_was_destroyed_closes_while_another_is_captured(driv
     driver.hold(stream.handle)
     cache.copy_batch_block_offsets(table, [sequence], stream=stream)
     address = table.data.ptr
-    driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
+    driver.cuStreamDestroy_v2(stream.handle)
     capture = Capturing(driver, mode)
     with driver.counting("cuCtxSynchronize") as whole:
         cache.close()
     assert whole["cuCtxSynchronize"] == 0
     assert capture.end()[0] == lab.SUCCESS
     copied = (ctypes.c_int32 * 3)()
-    driver.cuMemcpyDtoH_v2(copied, address, 12)  # type: ignore[operator]
+    driver.cuMemcpyDtoH_v2(copied, address, 12)
     assert min(copied) >= 0 and len(set(copied)) == 3, "the table was written before the pool let go of what it reads"
-    driver.cuStreamDestroy_v2(capture.stream)  # type: ignore[operator]
+    driver.cuStreamDestroy_v2(capture.stream)
     del cache, table
     assert driver.in_use() == before
 
@@ -100,7 +100,7 @@ def test_work_on_a_stream_that_was_destroyed_is_over_before_memory_is_given_back
     driver.hold(stream.handle)
     device.copy_blocks(np.array([[0, 6, 4, 0]]), stream)
     host = pools.flat("host")
-    driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
+    driver.cuStreamDestroy_v2(stream.handle)
     with driver.counting("cuCtxSynchronize") as whole:
         device.synchronize()
     assert whole["cuCtxSynchronize"] == 0 and (host[: LAYOUT.block_bytes] == 5).all()
@@ -113,7 +113,7 @@ def test_a_pool_waits_for_the_streams_that_it_knows_before_it_closes(driver: Dri
     streams = [Stream(driver.stream()) for _ in range(3)]
     for stream in streams:
         serve(cache, stream, rounds=1)
-        driver.cuMemsetD8Async(cache.device_pool.data.ptr, 3, 64, stream.handle)  # type: ignore[operator]
+        driver.cuMemsetD8Async(cache.device_pool.data.ptr, 3, 64, stream.handle)
     cache.close()
     assert [driver.library.emu_pending(ctypes.c_void_p(stream.handle)) for stream in streams] == [0, 0, 0]
 
@@ -184,13 +184,13 @@ def test_a_pool_is_used_by_a_thread_whose_context_is_another_one_of_the_same_gpu
     with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4) as cache:
         stream, context = Stream(driver.stream()), ctypes.c_size_t()
         serve(cache, stream)
-        driver.cuCtxCreate_v4(ctypes.byref(context), None, 0, 0)  # type: ignore[operator]
+        driver.cuCtxCreate_v4(ctypes.byref(context), None, 0, 0)
         try:
             serve(cache, stream)
             cache.verify()
             assert driver.made("cuCtxGetCurrent") == context.value, "the thread has its context again"
         finally:
-            driver.cuCtxDestroy_v2(context.value)  # type: ignore[operator]
+            driver.cuCtxDestroy_v2(context.value)
 
 
 def test_tables_of_a_step_are_written_on_the_stream_that_is_named(driver: Driver) -> None:
@@ -201,7 +201,7 @@ def test_tables_of_a_step_are_written_on_the_stream_that_is_named(driver: Driver
         device.synchronize()
         go = driver.stall(stream.handle)
         cache.copy_step_tables(out, sequence, stream=stream)
-        driver.cuStreamSynchronize(0)  # type: ignore[operator]
+        driver.cuStreamSynchronize(0)
         assert out.seq_lens.get().tolist() != [3], "not before what the stream has to do first"
         go()
         device.synchronize()
@@ -243,7 +243,7 @@ def test_the_default_stream_is_the_legacy_one_whatever_numbas_setting() -> None:
 
 def priority(driver: Driver, stream: Stream) -> int:
     value = ctypes.c_int()
-    driver.cuStreamGetPriority(stream.handle, ctypes.byref(value))  # type: ignore[operator]
+    driver.cuStreamGetPriority(stream.handle, ctypes.byref(value))
     return value.value
 
 
@@ -361,10 +361,10 @@ def test_memory_for_other_processes_shares_its_pages_with_nobody(driver: Driver)
     """A handle opens whole pieces of 2 MiB, which the driver may give to several small allocations."""
     with KVCacheManager(LAYOUT, device_blocks=6, device="cuda") as cache:
         base, nbytes = ctypes.c_size_t(), ctypes.c_size_t()
-        driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), cache.device_pool.data.ptr)  # type: ignore[operator]
+        driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), cache.device_pool.data.ptr)
         assert nbytes.value % (2 << 20) == 0
         whole = (ctypes.c_uint8 * nbytes.value)()
-        driver.cuMemcpyDtoH_v2(whole, base.value, nbytes.value)  # type: ignore[operator]
+        driver.cuMemcpyDtoH_v2(whole, base.value, nbytes.value)
         assert not any(whole), "nothing of what this process had there before"
 
 
@@ -406,4 +406,4 @@ def test_work_after_the_last_event_of_a_stream_is_waited_for_however_many_stream
     del pools
     device.close()
     for other_stream in (stream, *others):
-        driver.cuStreamDestroy_v2(other_stream.handle)  # type: ignore[operator]
+        driver.cuStreamDestroy_v2(other_stream.handle)

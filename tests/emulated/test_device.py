@@ -186,7 +186,7 @@ def test_a_thread_keeps_its_own_gpu_and_its_own_mode_of_capture(driver: Driver) 
     thread.start()
     thread.join()
     mode = ctypes.c_int(lab.GLOBAL)
-    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # type: ignore[operator]
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     assert (driver.made("cuCtxGetCurrent"), theirs, mode.value) == (mine, [0], lab.GLOBAL)
     device.close()
     with pytest.raises(ValueError, match="index: .*2"):

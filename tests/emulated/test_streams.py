@@ -26,13 +26,13 @@ def picture(cache: KVCacheManager) -> tuple[bytes, int]:
 @contextmanager
 def unusable(driver: Driver, stream: Stream, fault: str) -> Iterator[None]:
     """A stream is captured inside the context, or destroyed from now on."""
-    driver.cuStreamSynchronize(stream.handle)  # type: ignore[operator]
+    driver.cuStreamSynchronize(stream.handle)
     if fault == "captured":
-        driver.cuStreamBeginCapture_v2(stream.handle, lab.RELAXED)  # type: ignore[operator]
+        driver.cuStreamBeginCapture_v2(stream.handle, lab.RELAXED)
         yield
-        driver.cuStreamEndCapture(stream.handle, ctypes.byref(ctypes.c_size_t()))  # type: ignore[operator]
+        driver.cuStreamEndCapture(stream.handle, ctypes.byref(ctypes.c_size_t()))
     else:
-        driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
+        driver.cuStreamDestroy_v2(stream.handle)
         yield
 
 

@@ -27,9 +27,9 @@ def test_what_is_enqueued_waits_until_somebody_waits(driver: Driver) -> None:
     assert driver.copy(memory, host, 64, stream) == lab.SUCCESS
     assert driver.copy(host, memory, 64, stream) == lab.SUCCESS
     filled(host, 2)  # as it is overwritten before the copy, this is what arrives
-    assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
+    assert driver.pending(stream)
     driver.status("cuStreamSynchronize", stream)
-    assert driver.status("cuStreamQuery", stream) == lab.SUCCESS and set(host) == {2}
+    assert not driver.pending(stream) and set(host) == {2}
 
 
 def test_streams_run_in_any_order_and_events_bind_them(driver: Driver) -> None:
@@ -111,7 +111,7 @@ def test_a_gpu_gets_on_when_no_call_comes_and_a_loop_of_queries_ends(driver: Dri
         done, stream = threading.Event(), driver.stream()
         kept = driver.host_function(done.set, stream)
         if idle_ms < 0:
-            while driver.status("cuStreamQuery", stream) == lab.NOT_READY:
+            while driver.pending(stream):
                 pass
         assert done.wait(600)
         driver.cuStreamSynchronize(stream)
@@ -146,7 +146,7 @@ def test_a_host_function_that_waits_holds_up_its_own_stream_only_and_may_not_cal
     kept = driver.host_function(function, streams[0])
     driver.copy(driver.pinned(1), driver.pinned(1), 1, streams[1])
     driver.cuStreamSynchronize(streams[1])
-    assert driver.status("cuStreamQuery", streams[0]) == lab.NOT_READY
+    assert driver.pending(streams[0])
     gate.set()
     driver.cuStreamSynchronize(streams[0])
     assert statuses == [lab.NOT_PERMITTED]
@@ -202,33 +202,9 @@ def test_a_copy_across_two_registrations_is_refused(driver: Driver) -> None:
 def test_freeing_waits_for_the_device(driver: Driver) -> None:
     device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
     driver.copy(device, driver.pinned(mmap.PAGESIZE), mmap.PAGESIZE, stream)
-    assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
+    assert driver.pending(stream)
     driver.cuMemFree_v2(device)
-    assert driver.status("cuStreamQuery", stream) == lab.SUCCESS
-
-
-UNREGISTERED = """
-import ctypes, mmap
-from tests.emulated import lab
-driver = lab.driver()
-driver.use(0)
-driver.quiet()
-array = (ctypes.c_uint8 * mmap.PAGESIZE).from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
-device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
-for pending in (False, True):
-    driver.cuMemHostRegister_v2(ctypes.addressof(array), mmap.PAGESIZE, 0)
-    driver.copy(device, array, mmap.PAGESIZE, stream)
-    if not pending:
-        driver.cuStreamSynchronize(stream)
-    driver.cuMemHostUnregister(ctypes.addressof(array))
-    found = driver.status("cuStreamSynchronize", stream)
-    assert found == (lab.ILLEGAL_ADDRESS if pending else lab.SUCCESS), found
-"""
-
-
-def test_unregistering_waits_for_nobody_and_a_copy_under_way_fails() -> None:
-    """The documentation of cudaHostUnregister promises no wait."""
-    lab.in_a_process(UNREGISTERED)
+    assert not driver.pending(stream)
 
 
 def test_a_copy_past_the_end_of_an_allocation_is_refused(driver: Driver) -> None:
@@ -243,7 +219,7 @@ def test_pageable_memory_is_read_at_the_call_and_arrives_late(driver: Driver) ->
     filled(source, 7)
     driver.cuMemcpyHtoD_v2(memory, source, 8)
     filled(source, 9)
-    assert driver.status("cuStreamQuery", 0) == lab.NOT_READY
+    assert driver.pending(0)
     driver.copy(out, memory, 8, 0)
     driver.cuStreamSynchronize(0)
     assert set(out) == {7}
@@ -255,9 +231,9 @@ def test_a_copy_from_host_to_host_is_done_when_the_call_returns(driver: Driver) 
     stream, near, source = driver.stream(), filled(driver.near(8), 0), filled(driver.pinned(8), 5)
     for target in (driver.pinned(8), (ctypes.c_uint8 * 8)()):
         driver.copy(near, source, 8, stream)
-        assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
+        assert driver.pending(stream)
         driver.copy(target, source, 8, stream)
-        assert set(target) == set(near) == {5} and driver.status("cuStreamQuery", stream) == lab.SUCCESS
+        assert set(target) == set(near) == {5} and not driver.pending(stream)
         filled(near, 0)
 
 
@@ -298,7 +274,7 @@ def test_the_handle_of_a_destroyed_stream_becomes_that_of_another(driver: Driver
     assert gone in streams
     driver.copy(target, source, 8, gone)
     assert driver.status("cuEventQuery", event) == lab.SUCCESS
-    assert driver.status("cuStreamQuery", gone) == lab.NOT_READY
+    assert driver.pending(gone)
     for stream in streams:
         driver.cuStreamDestroy_v2(stream)
 
@@ -345,7 +321,25 @@ def test_kernels_and_records_belong_to_the_context_of_their_stream(driver: Drive
     driver.use(0)
 
 
-CONTEXTS = """
+PROCESSES = {
+    "unregistering waits for nobody and a copy under way fails": """
+import ctypes, mmap
+from tests.emulated import lab
+driver = lab.driver()
+driver.use(0)
+driver.quiet()
+array = (ctypes.c_uint8 * mmap.PAGESIZE).from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
+device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
+for pending in (False, True):
+    driver.cuMemHostRegister_v2(ctypes.addressof(array), mmap.PAGESIZE, 0)
+    driver.copy(device, array, mmap.PAGESIZE, stream)
+    if not pending:
+        driver.cuStreamSynchronize(stream)
+    driver.cuMemHostUnregister(ctypes.addressof(array))
+    found = driver.status("cuStreamSynchronize", stream)
+    assert found == (lab.ILLEGAL_ADDRESS if pending else lab.SUCCESS), found
+""",
+    "a primary context is made by whoever makes a device current, and is counted": """
 from tests.emulated import lab
 driver = lab.driver()
 assert driver.counter("contexts") == 0 and driver.status("cuCtxSynchronize") == lab.INVALID_CONTEXT
@@ -361,14 +355,8 @@ import threading
 thread = threading.Thread(target=lambda: cupy.cuda.runtime.memGetInfo())
 thread.start(); thread.join()
 assert driver.counter("contexts") == 2, "a thread that never chose a device is on GPU 0"
-"""
-
-
-def test_a_primary_context_is_made_by_whoever_makes_a_device_current_and_is_counted() -> None:
-    lab.in_a_process(CONTEXTS)
-
-
-FORKED = """
+""",
+    "a forked process cannot use the driver": """
 import os
 from tests.emulated import lab
 driver = lab.driver()
@@ -377,14 +365,8 @@ child = os.fork()
 if not child:
     os._exit(driver.status("cuMemHostAlloc", 0, 0, 0) != lab.NOT_INITIALIZED)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
-
-
-def test_a_forked_process_cannot_use_the_driver() -> None:
-    lab.in_a_process(FORKED)
-
-
-ILLEGAL = """
+""",
+    "an access outside an allocation ends the context and no other": """
 import sys
 import cupy
 from tests.emulated import lab
@@ -405,14 +387,8 @@ for call in (stream.synchronize, lambda: cupy.cuda.alloc(8192), cupy.cuda.Device
 driver.use(1)
 driver.allocate(64)
 print("the other GPU lives")
-"""
-
-
-def test_an_access_outside_an_allocation_ends_the_context_and_no_other() -> None:
-    assert "the other GPU lives" in lab.in_a_process(ILLEGAL)
-
-
-MISALIGNED = """
+""",
+    "a misaligned access of a kernel ends the context": """
 import cupy
 kernel = cupy.RawKernel('extern "C" __global__ void put(long long* to) { *to = 1; }', "put")
 memory = cupy.cuda.alloc(4096)
@@ -423,11 +399,14 @@ except cupy.cuda.runtime.CUDARuntimeError as error:
     assert error.status == 716, error
 else:
     raise SystemExit("no error")
-"""
+""",
+}
 
 
-def test_a_misaligned_access_of_a_kernel_ends_the_context() -> None:
-    lab.in_a_process(MISALIGNED)
+@pytest.mark.parametrize("script", PROCESSES.values(), ids=PROCESSES)
+def test_what_ends_a_context_is_done_in_a_process_of_its_own(script: str) -> None:
+    """The documentation of cudaHostUnregister promises no wait."""
+    lab.in_a_process(script)
 
 
 def test_what_is_not_implemented_says_its_name(capfd: pytest.CaptureFixture[str], driver: Driver) -> None:

@@ -78,8 +78,8 @@ def test_short_lived_streams_keep_no_buffers(driver: Driver, device: CudaDevice)
         for _ in range(200):
             stream = driver.stream()
             device.copy_blocks(OFFLOADS, Stream(stream))
-            driver.cuStreamSynchronize(stream)  # type: ignore[operator]
-            driver.cuStreamDestroy_v2(stream)  # type: ignore[operator]
+            driver.cuStreamSynchronize(stream)
+            driver.cuStreamDestroy_v2(stream)
     assert grown == {"launches": 200} and driver.counter("pinned") <= before + ASKED + 2
 
 
