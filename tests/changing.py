@@ -32,7 +32,6 @@ from kvpool.device.launches import Grid, Launch
 from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
-from kvpool.pool import operations as op
 from kvpool.storage import BlockNames, HostStorageManager, MemoryStore, StorageManager, StoreRequest, StoreWorker
 from kvpool.tools.planner import Surveyor
 from kvpool.tools.replay.content import Request
@@ -407,14 +406,6 @@ def _csr(scene: Any, arguments: dict[str, Any]) -> Any:
     return vectors
 
 
-def _applied(operation: Callable[..., Any], **options: Any) -> Callable[[Any, dict[str, Any]], Any]:
-    return lambda scene, arguments: scene.cache.apply([operation(**arguments)], **options)
-
-
-def _add(prompts: Any) -> Any:
-    return op.add([prompts, [1, 2]])
-
-
 def _batch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
     return lambda scene, arguments: getattr(scene.cache, name)([arguments["prompts"], [1, 2]])
 
@@ -579,9 +570,6 @@ CASES = [
         counts=([2], [MANY]),
     ),
     verb("resume", Away, {}, ids=BOTH),
-    Case("apply", Plain, _applied(op.append), APPENDED),
-    Case("apply", Plain, _applied(op.commit), {"ids": BOTH, "counts": ([6, 5], [6, MANY])}),
-    Case("apply", Plain, _applied(op.release), {"ids": BOTH}),
     Case(
         "hints",
         Plain,
@@ -590,9 +578,6 @@ CASES = [
         {"message": UINT64},
         ARRAYS,
     ),
-    Case("apply", Plain, _applied(op.match), {"prompt": PROMPT}, TOKENS),
-    Case("apply", Plain, _applied(_add), {"prompts": PROMPT}, {"prompts": INT32}),
-    Case("apply", Plain, _applied(op.pin, stream=0), {"keys": KEYS}, {"keys": UINT64}, ARRAYS),
     verb("state_blocks", Grouped, {}, {"group": 1}, ids=ONE),
     Case("copy_batch_block_offsets", Plain, _offsets, {"ids": BOTH, "rows": ([3, 1], [3, FAR])}),
     Case("copy_batch_block_csr", Plain, _csr, {"ids": BOTH}),

@@ -1,16 +1,20 @@
 """The safety contract: what a Python exception that comes at any line leaves of a change.
 
 ``Changes`` deals with exceptions of signal handlers, such as the KeyboardInterrupt of Ctrl-C, and with those of calls
-that a destructor makes inside another call. A pool is built on it; rooms outside the core defer signals instead
-(``interrupt``).
+that a destructor makes inside another call. ``LockHold`` holds the lock over several calls. A pool is
+built on them; rooms outside the core may defer signals instead (``interrupt``).
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from operator import length_hint, methodcaller
+from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -35,9 +39,19 @@ class _Change:
         """Whether a step has begun and has no result."""
         return len(self.steps) - length_hint(self.left) > len(self.results)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether this thread is in the block that makes it: that of a ``LockHold``."""
+        return False
+
     def begin_again(self) -> None:
         """Begin with the first step that has no result."""
         self.left = iter(self.steps[len(self.results) :])
+
+    def note(self) -> None:
+        """Do what is to be done with the last result."""
+        if self.finish is not None:
+            self.finish(self.results[-1])
 
 
 class Changes:
@@ -80,10 +94,14 @@ class Changes:
         self._open: list[_Change] = []
         self.torn: IntegrityError | None = None
         """Why the state is in doubt, if it is."""
+        self.hold: LockHold | None = None
+        """The last ``LockHold`` of the lock, unless it was finished."""
 
     def __enter__(self) -> None:
         if self._open:
             self._settle()
+            if self.hold is not None:
+                self.hold.check()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -126,16 +144,20 @@ class Changes:
         self._open.remove(change)
         return result
 
+    def begin(self, hold: LockHold) -> None:
+        """Have the next context finish a hold, once it has ended."""
+        self._open.append(hold)
+        self.hold = hold
+
     def _settle(self) -> None:
         """Finish the changes that no call is making any more."""
-        running = list(_running())
+        running = [*_running(), *(change for change in self._open if change.is_live)]
         for change in [change for change in self._open if not any(change is other for other in running)]:
             if change.is_torn:
                 self._note_torn(None)
             elif change.results:
                 change.results.extend(map(_CALL, change.left))
-                if change.finish is not None:
-                    change.finish(change.results[-1])
+                change.note()
             if change in self._open:  # A destructor in here may have done the same.
                 self._open.remove(change)
 
@@ -144,6 +166,107 @@ class Changes:
             why = "an exception" if error is None else f"{type(error).__name__}: {error}"
             self.torn = IntegrityError("change", f"{why} has left a jitted function half-way")
             self.torn.__cause__ = error
+
+
+class _Special:
+    """A special method that an instance makes anew for each use: a callable of any kind."""
+
+    def __init__(self, make: Callable[[Any], Callable[..., Any]]) -> None:
+        self._make = make
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self if instance is None else self._make(instance)
+
+    def __call__(self, instance: object, *args: object) -> Any:
+        return self._make(instance)(*args)
+
+
+class LockHold(_Change):
+    """A context manager: changes of one thread under one hold of the lock, whatever exception comes where.
+
+    ``lock`` is the lock of the state, and ``changes`` its changes. ``now_ms`` is the time inside, where no clock is
+    read. A subclass says what is done by ``check``, ``prepare``, ``finish_up`` and ``leave``.
+
+    Notes
+    -----
+    A method of Python cannot take or release a lock: an exception before its first line, or after its last one, would
+    keep the lock locked. So the lock is taken by ``with`` in a generator, which C resumes when the block begins. Inside
+    the block, nothing but the callable that ends it refers to the generator, and that callable does not pass it to
+    Python. However the block ends, the interpreter then drops the callable. That ends the generator in C, which
+    releases the lock, even if a traceback keeps everything else.
+
+    Whoever enters ``changes`` next, if only ``leave``, finds that the hold has ended, and calls ``finish_up``.
+    """
+
+    __slots__ = ("_changes", "_generator", "_lock", "_ref", "_thread", "now_ms")
+
+    def __init__(self, lock: AbstractContextManager[Any], changes: Changes, now_ms: int) -> None:
+        super().__init__((), None)
+        self.results.append(None)
+        self._lock, self._changes, self._thread, self.now_ms = lock, changes, 0, now_ms
+        self._generator: Generator[None, None, None] | None = None
+        self._ref: Callable[[], Any] = _no_generator
+
+    __enter__ = _Special(lambda self: self._made().__next__)
+    __exit__ = _Special(lambda self: self._made_end())
+
+    def check(self) -> None:
+        """Raise RuntimeError in a call that is not allowed inside. Called in each that enters ``changes``."""
+
+    def prepare(self) -> None:
+        """Called with the lock held, before the block. What it raises is raised."""
+
+    def finish_up(self) -> None:
+        """Called with the lock held, once the block has ended. Must not raise, and may be called twice."""
+
+    def leave(self, raised: bool) -> None:
+        """Called without the lock, after the block, unless an exception comes before it. ``raised``: by the block."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the block has not ended. A thread without the lock may get an outdated answer."""
+        # No variable may refer to the generator: a traceback would keep it.
+        return getattr(self._ref(), "gi_frame", None) is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether this thread is inside the block."""
+        return self._thread == get_ident() and self.is_held
+
+    def _made(self) -> Any:
+        if self._ref is _no_generator:
+            self._generator = self._held()
+            self._ref = weakref.ref(self._generator)
+        if self._thread:
+            raise RuntimeError("exclusive: expected a new context manager for each block, got one that was entered")
+        return self._ref()
+
+    def _held(self) -> Generator[None, None, None]:
+        with self._lock:
+            with self._changes:
+                self.prepare()
+            self._thread = get_ident()
+            self._changes.begin(self)
+            yield
+
+    def _made_end(self) -> Callable[..., None]:
+        if self._generator is None:
+            self._made()
+        end = partial(self._end)
+        end.generator, self._generator = self._generator, None  # type: ignore[attr-defined]
+        return end
+
+    def _end(self, kind: object = None, *error: object) -> None:
+        self._ref().close()
+        self.leave(kind is not None)
+
+    def note(self) -> None:
+        self.finish_up()
+        self._changes.hold = None
+
+
+def _no_generator() -> None:
+    """No reference: the block was not entered."""
 
 
 def _running() -> Iterator[_Change]:

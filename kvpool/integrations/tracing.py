@@ -17,7 +17,7 @@ from kvpool.storage.storage_manager import StorageManager
 from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.store_worker import StoreWorker
 
-_ADMISSIONS = ("add_sequence", "add_sequence_batch", "plan_batch", "reserve", "apply")
+_ADMISSIONS = ("add_sequence", "add_sequence_batch", "plan_batch", "reserve")
 _MOVES = ("prefetch", "offload", "import_blocks", "swap_out", "resume")
 _CALLS: dict[type, tuple[str, ...]] = {KVCacheManager: (*_ADMISSIONS, *_MOVES), StorageManager: ("prefetch",)}
 _JOBS = ("find", "load", "save", "forget")

@@ -66,14 +66,6 @@ class Names:
             if prompt.namespace not in self.known:
                 self.known[prompt.namespace] = kv_events.Name(prompt.salt, prompt.adapter_id, prompt.root)
 
-    def picture(self) -> tuple[dict[int, kv_events.Name], int]:
-        """What is known, for who takes decisions back: names are only added to it, so that it need not be copied."""
-        return self.known, self._limit
-
-    def restore(self, picture: tuple[dict[int, kv_events.Name], int]) -> None:
-        """What sequences and content of then name is known again."""
-        self.known, self._limit = picture
-
     def _forget(self) -> None:
         """Keep the namespaces that sequences name and, if there are events, those of blocks and events. A thread that
         decodes events meanwhile keeps the old dictionary."""
@@ -148,7 +140,7 @@ class Core:
         make: Callable[[Callable[[], Any]], Any],
     ) -> Any:
         inside, groups, transfer, order = self._owned(), self.states.groups, self.transfer, self.transfer.order
-        asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
+        asked = stream is None or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
         with self.lock, self.changes:
             if self.closed or transfer.broken is not None or self.changes.torn is not None:
@@ -194,24 +186,38 @@ class Core:
         return self.transfer.as_stream(stream)
 
     def check_open(self) -> None:
-        """Raise PoolClosed if the pool was closed, its device has failed for good, or its state is in doubt."""
+        """Raise PoolClosed if the pool was closed, its device has failed for good, or its state is in doubt. Raises
+        RuntimeError in a call that is not allowed inside ``exclusive``."""
         if self.closed:
             raise PoolClosed("the pool is closed")
         if self.changes.torn is not None:
             raise PoolClosed(f"the state of the pool is in doubt: {self.changes.torn}") from self.changes.torn
         if self.transfer.broken is not None:
             raise PoolClosed(f"the device has failed: {self.transfer.broken}") from self.transfer.broken
+        if self.changes.hold is not None:
+            self.changes.hold.check()
 
     def refuse_inside(self, call: str) -> None:
         """Raise inside a decision or an enqueueing of this thread. The thread holds a lock, and others would wait for
         what the call waits for."""
         if self._owned() or self.transfer.enqueuing:
+            if self.changes.hold is not None:
+                self.changes.hold.check()
             raise RuntimeError(f"{call} inside another call of this pool: destructors may close leases and release")
 
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether this thread is inside ``exclusive``."""
+        hold = self.changes.hold
+        return hold is not None and hold.is_live
+
     def now(self) -> int:
-        """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
+        """Milliseconds on the pool's clock, which is not read inside ``exclusive``. Raises TypeError or ValueError if
+        the clock returns anything else."""
         if self.clock is milliseconds:
             return monotonic_ns() // 1_000_000
+        if self.is_exclusive and self.changes.hold is not None:
+            return self.changes.hold.now_ms
         ms = self.clock()
         return ms if type(ms) is int and 0 <= ms <= MAX_MS else integer_argument("clock()", ms, 0, MAX_MS)
 
@@ -244,6 +250,13 @@ class Core:
             self.transfer.note(
                 np.stack([np.full(len(ids), kind), np.full(len(ids), self.transfer.slot(stream)), ids], axis=1)
             )
+
+    def flush(self) -> None:
+        """Enqueue all that is decided. The caller holds no lock."""
+        with self.lock, self.changes:
+            if self.changes.torn is None:
+                self.transfer.collect()
+        self.transfer.drain()
 
     # -- waiting ------------------------------------------------------------------------------------
 

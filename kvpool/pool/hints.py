@@ -19,8 +19,7 @@ from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, key_rows, request_of
-from kvpool.pool.leases import Leases
-from kvpool.pool.together import Together
+from kvpool.pool.prompts import Prompts
 from kvpool.state import control, verbs
 from kvpool.state.records import DEFAULT_PRIORITY, PRIORITY_MAX
 
@@ -131,11 +130,11 @@ class Budget:
             del self._used[namespace]
 
 
-class Hints(Together):
+class Hints(Prompts):
     """The call of a pool that takes hints. The state lock guards the budgets of namespaces, and what sessions have."""
 
-    def __init__(self, core: Core, leases: Leases) -> None:
-        super().__init__(core, leases)
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
         self._budget = Budget(core.states.blocks)
         self._sessions: OrderedDict[tuple[int, str], BlockKeys] = OrderedDict()
         self._remembered = 0

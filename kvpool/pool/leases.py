@@ -14,11 +14,13 @@ from kvpool.common.arguments import text_argument
 from kvpool.common.arrays import Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import read_only
+from kvpool.common.changes import LockHold
 from kvpool.common.errors import BlockNotFound, LeaseExpired, PoolClosed
 from kvpool.common.process import Closing
 from kvpool.device.base import Stream, StreamLike
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool.core import Core
+from kvpool.pool.exclusive import allowed_inside
 from kvpool.state import control, records
 from kvpool.state.tiers import ACCESSED, WILL_READ
 
@@ -37,8 +39,9 @@ class Lease(Closing):
     byte of its first segment. ``generation`` counts the resets of the pool before this lease. ``since`` is when it was
     given, in ms on the pool's clock.
 
-    Once you have the lease, the host may read the bytes; or, for a lease with a ``stream``, work on that stream.
-    Thread-safe.
+    Once you have the lease, the host may read the bytes; or, for a lease with a ``stream``, work on that stream. Inside
+    ``exclusive``, its addresses raise RuntimeError until the block has ended, and BlockNotFound afterwards if the
+    device has refused a copy. Thread-safe.
     """
 
     _leases: Leases
@@ -49,14 +52,24 @@ class Lease(Closing):
     blocks: Ids
     groups: Ids
     keys: Uint64s | None
-    addresses: Ids
+    _addresses: Ids
     stream: Stream | None
+    hold: LockHold | None
+    """What keeps its copies back, or may have: only a lease of ``exclusive`` has one."""
     access: ExitStack = field(default_factory=ExitStack, init=False)
     """The host access that the device was told about."""
+
+    @property
+    def addresses(self) -> Int64s:
+        if self.hold is not None:
+            self._leases.check_readable(self)
+        return self._addresses
 
     def addresses_of(self, part: int) -> Int64s:
         """``addresses`` in another part of each block's group, 0 where there is none. Raises PoolClosed, TypeError,
         ValueError."""
+        if self.hold is not None:
+            self._leases.check_readable(self)
         return self._leases.addresses(self.blocks, part)
 
     @property
@@ -68,6 +81,7 @@ class Lease(Closing):
         """Whether it was closed or revoked."""
         return not self._leases.is_open(self)
 
+    @allowed_inside
     def close(self, stream: StreamLike = None) -> None:
         """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before.
 
@@ -105,13 +119,20 @@ class Leases:
         owner, core = text_argument("owner", owner), self.core
         only = int(records.NONE) if group is None else core.config.group(group)
         now_ms, on = core.now(), None if stream is None else core.as_stream(stream)
-        core.refuse_inside("pin")
+        exclusive = core.is_exclusive
+        if not exclusive:
+            core.refuse_inside("pin")
+        elif on is None:
+            core.check_open()
+            raise RuntimeError("stream: expected the stream that reads the blocks, inside exclusive, got None")
         with core.lock, core.changes:
             core.check_open()
             lease = self.take(keys, ids, tier, owner, only, now_ms, on)
             # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be noticed
             # below.
             behind = core.transfer.collect() or core.transfer.waiting
+        if exclusive:
+            return lease
         try:
             if behind:
                 core.transfer.drain()
@@ -176,13 +197,39 @@ class Leases:
             blocks, named = block_ids[block_groups, places], keys[places].view(np.uint64)
         generation, at = int(states.groups[0, records.H.generation]), self._pools.addresses(blocks)
         number = self._count + 1
-        return Lease(self, number, owner, generation, now_ms, read_only(blocks), block_groups, named, at, stream)
+        hold, ids = self.core.changes.hold, read_only(blocks)
+        return Lease(self, number, owner, generation, now_ms, ids, block_groups, named, at, stream, hold)
 
-    def settle(self, lease: Lease, now_ms: int) -> bool:
-        """Whether the copies for which a lease waits are enqueued. If the device has refused one, the lease is
-        closed."""
-        # One that others have closed meanwhile waits for nothing.
-        return lease.closed or self._lost(lease, now_ms) is None
+    def settle(self, hold: LockHold) -> list[Exception]:
+        """Close the open leases that were taken under a hold, and whose copies the device has refused. All copies are
+        enqueued. Returns what reading them raises."""
+        refused: list[Exception] = []
+        for lease in self.all:
+            if lease.hold is hold:
+                try:
+                    self.check_readable(lease)
+                except (BlockNotFound, LeaseExpired) as error:
+                    refused.append(error)
+        return refused
+
+    def check_readable(self, lease: Lease) -> None:
+        """Raise unless the copies of a lease that was taken under a hold are enqueued. If the device has refused one,
+        the lease is closed."""
+        core, hold = self.core, lease.hold
+        if hold is None:
+            return
+        core.refuse_inside("addresses")
+        if hold.is_held:
+            raise RuntimeError(f"lease {lease.id}: expected a read after the exclusive block, got one before its end")
+        core.flush()
+        if core.changes.torn is not None:
+            core.check_open()
+        lost = self._lost(lease, core.now())
+        if lost is not None:
+            raise _not_found(lease.keys, lost, control.ANY_TIER, lease.blocks)
+        if not self.is_open(lease):
+            raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
+        lease.hold = None
 
     def _lost(self, lease: Lease, now_ms: int) -> int | None:
         """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would
@@ -243,14 +290,6 @@ class Leases:
     def addresses(self, ids: Ids, part: object) -> Ids:
         most = max(len(group.layouts) for group in self.core.config.groups)
         return self._pools.addresses(ids, integer_argument("part", part, 0, most - 1))
-
-    def picture(self) -> tuple[dict[int, Lease], int]:
-        """Which leases are open. The caller holds the state lock."""
-        return dict(self._open), self._count
-
-    def restore(self, picture: tuple[dict[int, Lease], int]) -> None:
-        """Undo all that was opened and closed since the picture, except the pins. The caller holds the state lock."""
-        self._open, self._count = picture
 
     # -- closing ------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import FunctionType
 from typing import Any, NamedTuple, overload
 from weakref import WeakSet
@@ -26,7 +26,9 @@ from kvpool.common.arguments import (
     list_argument,
     namespace_argument,
     priority_argument,
+    returns_argument,
     split_argument,
+    stop_argument,
     text_argument,
     token_array,
     ttl_argument,
@@ -53,6 +55,7 @@ from kvpool.pool import stats as statistics
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.exclusive import Exclusive, allowed_inside
 from kvpool.pool.explain import Explanation, explained
 from kvpool.pool.hints import Hints, name_argument
 from kvpool.pool.keys import (
@@ -71,7 +74,6 @@ from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Imports, LoadTarget, Reservation, Reservations, block_buffer
 from kvpool.pool.tables.staging import Staging
-from kvpool.pool.together import release_arguments
 from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
@@ -220,7 +222,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
         self._owns_device = owned
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
-        super().__init__(core, Leases(core, self._pools))
+        super().__init__(core)
+        self._leases = Leases(core, self._pools)
         self._staging = Staging(pool_device, core.transfer, config.staging_depth)
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
@@ -233,6 +236,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
     # -- sequences -------------------------------------------------------------------------------
 
+    @allowed_inside
     def append_tokens(
         self, ids: Ids, tokens: Integers, counts: Ids | None = None, *, stream: StreamLike = None
     ) -> None:
@@ -253,6 +257,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         each = id_array("counts", len(new)) if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.append, which, each, new, self.core.now(), ids=which)
 
+    @allowed_inside
     def commit(self, ids: Ids, counts: Ids | None = None, *, stream: StreamLike = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish
         full blocks.
@@ -280,6 +285,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         each = count_array("counts", counts, which)
         self.core.decide(stream, verbs.rewind, which, each, self.core.now(), ids=which)
 
+    @allowed_inside
     def release(
         self,
         ids: Ids,
@@ -303,7 +309,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
         gives it, and raises what that raises; sessions that were named long ago are forgotten.
         """
-        which, verb, how = release_arguments(ids, store, stop, ends, returns_in_ms)
+        which, verb, how = _release_arguments(ids, store, stop, ends, returns_in_ms)
         name = None if session is None else name_argument("session", session)
         if name is not None and len(which) != 1:
             raise ValueError(f"session: expected None with {counted(len(which), 'sequence')}, got {name!r:.80}")
@@ -461,6 +467,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
     # -- holds on blocks -------------------------------------------------------------------------
 
+    @allowed_inside
     def pin(
         self,
         keys: Keys,
@@ -927,6 +934,34 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
         self.core.decide(None, verbs.reset, ids=None, first=named, finish=lambda _: self._reservations.clear(now_ms))
 
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Make a block of calls of this thread, with no call of another thread between them::
+
+            with cache.exclusive():
+                cache.commit(done)
+                cache.release(done)
+                sequence = cache.add_sequence(prompt)
+
+        Returns a context manager for one block. Each call in it is done or refused by itself, as elsewhere, and sees
+        the effects of those before it. Allowed are ``match_prefix``, ``pin`` with a ``stream``, ``Lease.close``,
+        ``add_sequence``, ``add_sequence_batch`` without ``loads``, ``append_tokens``, ``commit`` and ``release``. Any
+        other call raises RuntimeError, names itself, and changes nothing; so does a destructor's.
+
+        No copy is enqueued before the end of the block. Until then, do not use on the device what its calls hand out;
+        ``Lease.addresses`` raises RuntimeError. The end enqueues all copies in order, even after an exception in the
+        block. It closes each lease whose copy the device refuses, and raises BlockNotFound, unless the block has
+        raised.
+
+        Notes
+        -----
+        The block holds the state lock. Other threads that call this pool wait meanwhile, so keep it short: hash
+        prompts before it (``block_keys``), and wait for nothing in it: no thread, no lock, no device, no I/O, no other
+        pool. The clock is read once, before it. Changes the pool; thread-safe. Entering it raises PoolClosed, and
+        RuntimeError inside another call or another block of this pool.
+        """
+        self.core.refuse_inside("exclusive")
+        return Exclusive(self.core, self._leases.settle)
+
     def calibrate(self) -> Any:
         """Measure which way of copying is the fastest on this device, and use it from now on.
 
@@ -1000,6 +1035,17 @@ for _base in KVCacheManager.__mro__:
     for _name, _member in vars(_base).items():
         if isinstance(_member, FunctionType) and _member.__module__.startswith("kvpool.pool.") and _name[0] != "_":
             _member.__qualname__ = f"KVCacheManager.{_name}"
+
+
+def _release_arguments(
+    ids: object, store: object, stop: object, ends: object, returns: object
+) -> tuple[Int64s, Any, Any]:
+    """The sequences that a call releases, the verb for it, and its other arguments. Raises TypeError, ValueError."""
+    which, keep = id_array("ids", ids), bool_argument("store", store)
+    if stop is None and ends is False and returns is None:
+        return which, verbs.release, (keep,)
+    said = stop_argument(stop), returns_argument(ends, returns)
+    return (which, verbs.release_saying, (keep, *said)) if any(said) else (which, verbs.release, (keep,))
 
 
 def _refuse_forks(groups: Int64s, ids: Int64s, wanted: int) -> int:

@@ -37,6 +37,7 @@ from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamLike
 from kvpool.device.regions import Layers
 from kvpool.pool.config import Group
 from kvpool.pool.core import KEEP_GIL_TOKENS, Core, refusal
+from kvpool.pool.exclusive import allowed_inside
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of, requests_of, unproven
 from kvpool.state import admission_plan, admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
@@ -109,13 +110,15 @@ class LayerLoads:
 
 def loads_argument(core: Core, loads: object, stream: object) -> Stream:
     """The stream of an admission with ``loads``. Raises TypeError, ValueError: for those of another pool, and for a
-    ``stream`` beside them."""
+    ``stream`` beside them. Raises RuntimeError inside ``exclusive``."""
     if not isinstance(loads, LayerLoads):
         raise TypeError(f"loads: expected what layer_loads gave, got {loads!r:.80}")
     if loads.core is not core or stream is not None:
         raise ValueError(
             f"loads, stream: expected what layer_loads of this pool gave, without stream=, got stream={stream!r:.80}"
         )
+    if core.is_exclusive:
+        raise RuntimeError("loads: expected None inside exclusive, got LayerLoads")
     return loads.stream
 
 
@@ -273,6 +276,7 @@ class Prompts:
 
     # -- what would be reused and needed ---------------------------------------------------------
 
+    @allowed_inside
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused.
 
@@ -376,6 +380,7 @@ class Prompts:
 
     # -- admission -------------------------------------------------------------------------------
 
+    @allowed_inside
     def add_sequence(
         self,
         prompt: Prompt,
@@ -393,6 +398,7 @@ class Prompts:
         arrivals = self._arrivals([keys], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
         return int(self._admit(arrivals, stream)[0][0, records.OUT.id])
 
+    @allowed_inside
     def add_sequence_batch(
         self,
         prompts: Sequence[Prompt],
@@ -467,14 +473,10 @@ class Prompts:
         self,
         arrivals: Arrivals,
         stream: Stream | Any,
-        now_ms: int | None = None,
         loads: LayerLoads | None = None,
     ) -> tuple[Rows, dict[int, str]]:
         """Admit a batch. Returns the outcome rows (see ``state.records``) of the first requests, with the groups
-        joined, and which requests of the batch can never fit, and why: their rows have the id -1.
-
-        ``now_ms`` is the time, if the clock must not be read.
-        """
+        joined, and which requests of the batch can never fit, and why: their rows have the id -1."""
         core, (keys, rows, _, some) = self.core, arrivals
         refused = self._refused(keys, rows)
         if refused and not some:
@@ -486,13 +488,12 @@ class Prompts:
         out = np.empty((len(core.tables), len(keys), records.OUTCOME_COLUMNS), INTEGERS)
         out.fill(records.NONE)
         on = NULL_STREAM if stream is None else stream
-        now_ms = core.now() if now_ms is None else now_ms
         run = admit.admit
         if sum(map(len, keys)) <= KEEP_GIL_TOKENS:
             run = getattr(run, "keep_gil", run)
         learn = partial(core.names.learn, keys)  # Events will name the namespaces of the prompts.
         finish = None if loads is None else partial(self._load, loads)
-        n = core.decide(on, run, rows, out, now_ms, some, first=learn, finish=finish)
+        n = core.decide(on, run, rows, out, core.now(), some, first=learn, finish=finish)
         outcomes = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return outcomes if kept is None else _spread(outcomes, kept, len(kept) + len(refused)), refused
 

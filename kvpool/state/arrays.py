@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.common.arrays import Array, Int32s, Int64s, Uint8s
+from kvpool.common.arrays import Array, Int32s, Int64s
 from kvpool.common.arrays.layout import PoolIds
 from kvpool.common.jit.intrinsics import entry_of
 from kvpool.state import admit, records, recurrent, requests, sequences
@@ -432,58 +432,3 @@ class States:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
         self.groups[:, H.guards] &= ~records.GUARDS[name]
         self.namespace_in_key = bool(self.groups[0, H.guards] & records.NAMESPACE_IN_KEY)
-
-
-# -- undo ------------------------------------------------------------------------------------------------
-
-
-Rows = Int64s
-
-
-class Undo:
-    """The arrays of a pool's states as they were. The memory is kept for the next ``take``. The state lock guards it.
-
-    It copies all blocks, lists and keys of a pool, at the speed of memory. So it is only for calls that may be refused
-    after they have changed something.
-    """
-
-    def __init__(self, states: States) -> None:
-        self._states = states
-        self._copies: list[Array] = []
-        self._rows: list[tuple[Array, Rows, Array]] = []
-
-    def take(self, rows: Rows, columns: int) -> None:
-        """Copy everything except the table, and of the table the first ``columns`` of these rows. Nothing else of it
-        may change."""
-        arrays = list(self._arrays())
-        if [len(part) for part in self._copies] != [len(part) for part in arrays]:
-            self._copies = [np.empty_like(part) for part in arrays]
-        for copy, array in zip(self._copies, arrays, strict=True):
-            np.copyto(copy, array)
-        views = [view for state in self._states for view in _of_rows(state, columns)]
-        self._rows = [(view, rows, view[rows]) for view in views]
-
-    def restore(self) -> None:
-        """Restore everything as it was at the last ``take``."""
-        for copy, array in zip(self._copies, self._arrays(), strict=True):
-            np.copyto(array, copy)
-        for view, rows, kept in self._rows:
-            view[rows] = kept
-
-    def _arrays(self) -> Iterator[Uint8s]:
-        """The arrays as bytes: NumPy copies records field by field."""
-        ring = self._states.ring
-        shared = (self._states.groups, ring.numbers, ring.events, ring.tokens, ring.extra, ring.gone)
-        arrays: list[Array] = [*shared]
-        for state in self._states:
-            arrays += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
-            arrays += [state.sequences, state.rows, state.counters, state.histograms]
-            arrays += [] if state.policy_state is None else state.policy_state.arrays
-        return (array.reshape(-1).view(np.uint8) for array in arrays)
-
-
-def _of_rows(state: State, columns: int) -> Iterator[Array]:
-    yield from (state.table[:, :columns], state.swapped[:, :columns])
-    for noted in (state.row_tokens, state.row_extra):
-        if noted.shape[1] > 1:
-            yield noted[:, : columns * state.tokens.shape[1]]

@@ -22,8 +22,8 @@ KINDS = {"mem", "peakmem", "time", "timeraw", "track"}
 BENCHMARKS_MIN = 60
 SUBJECTS = set(
     (
-        "admission control copies disk events gpu gpu_calls groups growth hashing hostcache kv_copies "
-        "peers pins pool_size replay signals staging start steps storage_manager submission swaps tiers together words "
+        "admission control copies disk events exclusive gpu gpu_calls groups growth hashing hostcache kv_copies "
+        "peers pins pool_size replay signals staging start steps storage_manager submission swaps tiers words "
     ).split()
 )
 

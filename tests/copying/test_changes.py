@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvpool import KVCacheManager, PoolClosed
-from kvpool.common.changes import Changes, from_handler
+from kvpool.common.changes import Changes, LockHold, from_handler
 from kvpool.common.threads import Bell
 from kvpool.state import verbs
 from tests.desk import VERBS, Desk, Ends, P, T, alarm, clear, handled
@@ -115,6 +115,60 @@ def test_what_a_call_inside_could_not_finish_is_finished_before_the_one_around_i
 
     box.change(inner)
     assert box.seen == [1, "inner"] and not box.changes._open
+
+
+class Block(LockHold):
+    """A hold of a box."""
+
+    __slots__ = ("_box",)
+
+    def __init__(self, box: Box) -> None:
+        super().__init__(box.lock, box.changes, 0)
+        self._box = box
+
+    def prepare(self) -> None:
+        self._box.seen.append("prepare")
+
+    def finish_up(self) -> None:
+        self._box.seen.append("finish")
+
+    def leave(self, raised: bool) -> None:
+        with self._box.lock, self._box.changes:
+            self._box.seen.append(f"leave {raised}")
+
+
+def blocks() -> Callable[[Box], None]:
+    """A function of another file, so that exceptions come also where it enters and leaves its block."""
+    names: dict[str, Any] = {"Block": Block}
+    text = "def block(box):\n    with Block(box):\n        box.seen.append(box.changes.hold.is_live)\n"
+    exec(compile(text, "block of calls", "exec"), names)
+    return names["block"]  # type: ignore[no-any-return]
+
+
+def test_a_hold_is_finished_before_its_end_and_raises_what_its_block_raises() -> None:
+    box = Box()
+    blocks()(box)
+    assert box.seen == ["prepare", True, "finish", "leave False"] and box.changes.hold is None
+    with pytest.raises(ZeroDivisionError), Block(box):
+        1 / 0  # noqa: B018
+    assert box.seen[4:] == ["prepare", "finish", "leave True"] and not box.changes._open
+
+
+@pytest.mark.parametrize("second", range(24))
+def test_a_hold_ends_wherever_exceptions_come_though_their_tracebacks_are_kept(second: int) -> None:
+    """With a second exception shortly after the first, too."""
+    block, reached, k = blocks(), True, 0
+    while reached:
+        k += 1
+        box, at = Box(), At(k, second)
+        raised = at.run(lambda box=box: block(box))  # type: ignore[misc]
+        reached = at.reached
+        assert (raised is not None) == reached, at.where
+        assert not box.lock._is_owned(), at.where  # type: ignore[attr-defined]
+        with box.lock, box.changes:
+            assert box.changes.hold is None and not box.changes._open, at.where
+        assert True not in box.seen or "finish" in box.seen, at.where
+    assert k > 20
 
 
 def test_an_exception_is_known_to_come_from_a_handler() -> None:

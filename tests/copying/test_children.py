@@ -20,7 +20,6 @@ from numba.core.compiler_lock import global_compiler_lock
 from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager
 from kvpool.common import jit
 from kvpool.device.memory.main_memory import SharedMemory
-from kvpool.pool import operations, together
 from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.host_storage_manager import HostStorageManager
@@ -79,7 +78,7 @@ def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheM
             lambda: cache.match_prefix([*range(8)]),
             lambda: cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)]),
             lambda: cache.copy_batch_block_offsets(np.zeros((1, 8), np.int32), [sequence]),
-            lambda: cache.apply([operations.release(sequence)]),
+            lambda: cache.exclusive().__enter__(),
             cache.stats,
             cache.verify,
             lambda: cache.close(force=True),
@@ -91,15 +90,18 @@ def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheM
     in_child(lambda: cache.release(cache.add_sequence([*range(8)])))
 
 
-def test_another_pool_goes_on_in_a_child_though_a_thread_was_inside_apply(cache: KVCacheManager) -> None:
-    cache.apply([operations.release(cache.add_sequence([1]))])
+def test_a_child_that_is_forked_inside_a_block_ends_it(cache: KVCacheManager) -> None:
+    sequence = cache.add_sequence([*range(8)])
 
     def child() -> None:
-        cache.apply([operations.release(cache.add_sequence([*range(8)]))])
-        assert gc.isenabled()
+        cache.release(sequence)
+        assert not cache.core.transfer.waiting
 
-    with held(together._collector._lock):
+    with cache.exclusive():
+        cache.commit(sequence)
         in_child(child)
+    in_child(cache.free_blocks.bit_length)
+    cache.release(sequence)
 
 
 def test_a_host_cache_in_whose_call_another_thread_was_refuses_a_child() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -78,7 +78,23 @@ def asking(desk: Desk) -> Act:
     return act
 
 
+BLOCK = """
+def block(desk):
+    with desk.cache.exclusive():
+        desk.cache.pin(desk.known.keys, owner="reader", stream=3)
+        desk.cache.release(desk.both)
+"""
+
+
+def exclusive(desk: Desk) -> Act:
+    """A block of another file, so that the exception comes also between its calls."""
+    names: dict[str, Callable[[Desk], None]] = {}
+    exec(compile(BLOCK, "block of calls", "exec"), names)
+    return lambda: names["block"](desk)
+
+
 ALL = VERBS | {
+    "exclusive": exclusive,
     "plan": lambda desk: lambda: desk.cache.plan_batch([desk.known, desk.fresh, desk.extra]),
     "swap_out": lambda desk: lambda: desk.cache.swap_out([desk.drafted]),
     "resume": resume,
@@ -86,7 +102,7 @@ ALL = VERBS | {
     "step_tables": lambda desk: lambda: desk.cache.step_tables(desk.both, stream=3),
     "asking": asking,
 }
-SEVERAL = {"pin_context", "reserve_context", "revoke", "import_blocks"}
+SEVERAL = {"exclusive", "pin_context", "reserve_context", "revoke", "import_blocks"}
 """Those that decide more than once."""
 
 

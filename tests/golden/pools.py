@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVCacheManager, Lease, Reservation
-from kvpool.pool import operations
 from kvpool.tools.replay import synthetic
 from tests.engine import Clock
 from tests.golden.recorder import Recorder, record_batches
@@ -39,7 +38,7 @@ VERBS = {
     "release": 6,
     "swap_out": 2,
     "resume": 2,
-    "together": 2,
+    "exclusive": 2,
     "prefetch": 2,
     "offload": 2,
     "pin": 2,
@@ -259,21 +258,24 @@ class Driver:
             self._gone(ids)
             self.live += ids
 
-    def together(self) -> None:
-        """A step of an engine in one call, which happens as a whole or not at all."""
+    def exclusive(self) -> None:
+        """A step of an engine in one block, up to the first call that is refused."""
         ids, gone = self.some(2), self.some(1)
         ids = [sequence for sequence in ids if sequence not in gone]
         prompt, answer = self.next_prompt()
-        steps = [
-            operations.match(prompt),
-            operations.commit(ids),
-            operations.append(ids, [1] * len(ids), [1] * len(ids)),
-            operations.release(gone),
-            operations.add([prompt], encoder_tokens=self.encoder(1)),
-        ]
-        results = self.call("together", lambda: self.cache.apply(steps))
-        if results is not None:
-            self._gone(gone)
+        encoder, results = self.encoder(1), list[Any]()
+
+        def step() -> list[Any]:
+            with self.cache.exclusive():
+                results.append(self.cache.match_prefix(prompt))
+                self.cache.commit(ids)
+                self.cache.append_tokens(ids, [1] * len(ids), [1] * len(ids))
+                self.cache.release(gone)
+                self._gone(gone)
+                results.append(self.cache.add_sequence_batch([prompt], encoder_tokens=encoder))
+            return results
+
+        if self.call("exclusive", step) is not None:
             self.live += results[-1].ids.tolist()
             self.answers[self.live[-1]] = answer
 

@@ -21,7 +21,6 @@ from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, measure
 from kvpool.device.fragments import Cutter
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import StagedRows, staged_bytes, write_rows
-from kvpool.pool import operations
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
@@ -124,7 +123,8 @@ def test_a_sequence_comes_back_from_the_host_with_what_its_stream_wrote(cupy: An
             for i, block in enumerate(cache.block_table(sequence).dense()[0].tolist()):
                 cupy.asarray(cache.device_pool)[:, :, block] = i + 1
         assert cache.swap_out(sequence, stream=stream) == 3
-        (added,) = cache.apply([operations.add([list(range(100, 112))])], stream=other)
+        with cache.exclusive():
+            added = cache.add_sequence_batch([list(range(100, 112))], stream=other)
         with other:
             cupy.asarray(cache.device_pool)[...] = 0
         cache.release(added.ids, stream=other, store=False)

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import numpy as np
 import kvpool
-from kvpool.pool import operations as op
 
 layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
 group = kvpool.LayerGroup(layout, window=8)
@@ -37,7 +36,8 @@ with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
     with cache.pin(keys) as lease:
         owner: str = lease.owner
     cache.forget(namespace=("tenant", None))
-    cache.apply([op.commit(one), op.release(ids)], stream=0)
+    with cache.exclusive():
+        cache.commit(one, stream=0)
     cache.release([one, *ids.tolist()])
 
 cache.append_tokens("x", [1])  # wrong
@@ -54,7 +54,7 @@ cache.device_pool.no_such_name  # wrong
 cache.groups.append(group)  # wrong
 kvpool.KVCacheManager(groups=layout, device_blocks=8)  # wrong
 kvpool.KVCacheManager(layout, device_blocks="8")  # wrong
-op.append("x", [1])  # wrong
+cache.exclusive(1)  # wrong
 kvpool.no_such_name()  # wrong
 """
 WRONG = {line for line, text in enumerate(PROGRAM.splitlines(), 1) if text.endswith("# wrong")}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .admission import Seq
-from .batches import Admitted, Batches, all_or_nothing
+from .batches import Batches, all_or_nothing
 from .cross import Cross
 from .model import Model
 from .recurrent import Recurrent
@@ -88,15 +88,6 @@ class GroupsModel(Batches):
 
     def release(self, ids: Sequence[int], *, store: bool = True) -> None:
         self._each("release", ids, store=store)
-
-    def together(
-        self, ids: Sequence[int], tokens: Sequence[Sequence[int]], gone: Sequence[int], prompt: Prompt
-    ) -> Admitted:
-        with all_or_nothing(self.groups):
-            self.commit(ids)
-            self.release(gone)
-            self.append_tokens(ids, tokens)
-            return self.add_sequence(prompt)
 
     def swap_out(self, ids: Sequence[int]) -> int:
         return sum(self._each("swap_out", ids))

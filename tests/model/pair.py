@@ -13,7 +13,6 @@ from engine import Clock, EventReplay, Request
 from group_engine import Side, open_groups
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import array_at, entry_of, record_at
-from kvpool.pool import operations as op
 from kvpool.state import records, saving
 from kvpool.state.policies import agent
 from kvpool.state.policies.chains import POLICY
@@ -357,31 +356,33 @@ class Pair:
                 self.requests[i] = self.away.pop(i)
                 self.engine.live[self.requests[i].id] = self.requests[i]
 
-    def together(
+    def exclusive(
         self, ids: Sequence[int], tokens: Sequence[Sequence[int]], gone: Sequence[int], prompt: Prompt
     ) -> None:
-        """Commit and grow some, release others, and add a prompt, in one call."""
-        note(f"together({ids}, {tokens}, {gone}, {prompt})")
-        flat, counts, results = [token for new in tokens for token in new], [len(new) for new in tokens], list[Any]()
-        steps = [
-            op.commit(self.real_ids(ids)),
-            op.release(self.real_ids(gone), stop="tool_use"),
-            op.append(self.real_ids(ids), flat, counts),
-            op.add([self.keyed(prompt)]),
-        ]
-        done = self.both(
-            lambda: results.append(self.cache.apply(steps)),
-            lambda: self.model.together(ids, tokens, gone, prompt),
-            compare=False,
-        )
-        if done is None:
-            return
+        """Commit and grow some, release others, and add a prompt, in one block. Each call is done or refused."""
+        note(f"exclusive({ids}, {tokens}, {gone}, {prompt})")
+        real, left, keyed, added = self.real_ids(ids), self.real_ids(gone), self.keyed(prompt), list[int]()
+        flat, counts = [token for new in tokens for token in new], [len(new) for new in tokens]
+        with self.cache.exclusive():
+            self.both(lambda: self.cache.commit(real), lambda: self.model.commit(ids))
+            self.both(lambda: self.cache.release(left, stop="tool_use"), lambda: self.model.release(gone))
+            grown = self.both(
+                lambda: self.cache.append_tokens(real, flat, counts),
+                lambda: self.model.append_tokens(ids, tokens) or True,
+                compare=False,
+            )
+            admitted = self.both(
+                lambda: added.append(self.cache.add_sequence(keyed)),
+                lambda: self.model.add_sequence(prompt),
+                compare=False,
+            )
         for i in gone:
             self.drop(i)
-        for i, new in zip(ids, tokens, strict=True):
+        for i, new in zip(ids if grown else (), tokens, strict=False):
             self.engine.appended(self.requests[i], new)
-        names = {"salt": prompt.salt, "adapter_id": prompt.adapter_id, "extra_ids": prompt.extra_ids}
-        self.requests[done.id] = self.engine.admitted(int(results[0][3].ids[0]), prompt.tokens, **names)
+        if admitted is not None:
+            names = {"salt": prompt.salt, "adapter_id": prompt.adapter_id, "extra_ids": prompt.extra_ids}
+            self.requests[admitted.id] = self.engine.admitted(added[0], prompt.tokens, **names)
 
     def release(self, ids: Sequence[int], store: bool, **said: Any) -> None:
         """``said`` is what the policy hears, and the model does not."""

@@ -218,11 +218,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live() and all(group.matches for group in self.model.groups))
     @rule(random=RANDOM)
-    def together(self, random: Random) -> None:
-        """A step of an engine in one call; often one that does not fit as a whole."""
+    def exclusive(self, random: Random) -> None:
+        """A step of an engine in one block; often one that does not fit."""
         some = [i for i in self.some(random) if len(self.model.sequences[i].items) <= 8 * self.T]
         ids, gone = some[: len(some) // 2 + 1], some[len(some) // 2 + 1 :]
-        self.pair.together(ids, [self.new_tokens(random, 2 * self.T) for _ in ids], gone, self.prompt(random))
+        self.pair.exclusive(ids, [self.new_tokens(random, 2 * self.T) for _ in ids], gone, self.prompt(random))
 
     @precondition(lambda self: bool(self.model.swapped))
     @rule(random=RANDOM, release=st.booleans())

@@ -57,14 +57,6 @@ MUTATIONS = (
         ("tests/state/test_safety.py::test_a_key_that_collides_is_not_a_hit_for_other_extra_ids",),
     ),
     Mutation(
-        "a_refused_list_leaves_the_names_that_it_forgot",
-        "Together._decide",
-        "core.names.restore(names)",
-        "",
-        "After a refused list, a sequence that runs on has no salt any more: the keys of its next turn are a KeyError.",
-        ("tests/sequences/test_together.py::test_a_refusal_leaves_the_names_of_namespaces",),
-    ),
-    Mutation(
         "the_keys_of_a_pickle_are_believed",
         "keys.unproven",
         "prompt._groups is None",

@@ -8,6 +8,14 @@ _CHILDREN = "tests/copying/test_children.py::"
 
 MUTATIONS = (
     Mutation(
+        "a_block_keeps_what_has_its_lock",
+        "LockHold._made_end",
+        "end.generator, self._generator = self._generator, None",
+        "end.generator = self._generator",
+        "Ctrl-C at the end of a block in a notebook: no thread can call the pool any more.",
+        ("tests/copying/test_changes.py::test_a_hold_ends_wherever_exceptions_come_though_their_tracebacks_are_kept",),
+    ),
+    Mutation(
         "a_handler_in_a_copy_breaks_the_device",
         "Transfer._failed",
         "from_handler(error)",

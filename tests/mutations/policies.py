@@ -65,14 +65,6 @@ MUTATIONS = (
         (f"{_TESTS}test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block",),
     ),
     Mutation(
-        "an_undo_forgets_the_records",
-        "_arrays",
-        "[] if state.policy_state is None else state.policy_state.arrays",
-        "[]",
-        "A refused list of operations leaves the policy with what never happened.",
-        (f"{_TESTS}test_what_is_refused_changes_no_byte_of_the_records[agent]",),
-    ),
-    Mutation(
         "a_block_keeps_the_chain_of_its_former_content",
         "disown",
         "owners_of(group)[b] = NONE",

@@ -11,6 +11,30 @@ def _race(scenario: str, file: str = "test_races.py", test: str = "test_nothing_
 
 
 MUTATIONS = (
+    Mutation(
+        "a_block_holds_nothing_back",
+        "Transfer._queue_up",
+        "self._changes.hold is None",
+        "True",
+        "Another thread enqueues half of a block, while the rest is not decided.",
+        ("tests/sequences/test_exclusive.py::test_nobody_enqueues_what_is_held_back",),
+    ),
+    Mutation(
+        "a_block_allows_every_call",
+        "Exclusive.check",
+        "frame.f_code in _allowed",
+        "True",
+        "A call that waits for the device does so under the state lock, and all threads wait with it.",
+        ("tests/sequences/test_exclusive.py::test_all_other_calls_are_refused_by_name_and_change_nothing",),
+    ),
+    Mutation(
+        "a_lease_of_a_block_is_never_settled",
+        "Leases.settle",
+        "self.check_readable(lease)",
+        "pass",
+        "A reader gets the addresses of a block whose copy the device has refused.",
+        ("tests/sequences/test_exclusive.py::test_a_lease_whose_copy_is_refused_is_closed_and_the_end_raises[False]",),
+    ),
     # -- each of kvpool.state.records about copies, taken out of the code and not by its switch ------------
     Mutation(
         "copies_read_before_copies_wrote",

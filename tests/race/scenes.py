@@ -33,7 +33,7 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), or only judges (verify).
 _STATE = {path for path in (_PACKAGE / "state").rglob("*.py") if path.stem not in ("hashing", "verify")}
-_VERBS = ("block_tables", "core", "deadlines", "leases", "manager", "prompts", "reservations")
+_VERBS = ("block_tables", "core", "deadlines", "exclusive", "leases", "manager", "prompts", "reservations")
 FILES = {
     *map(str, _STATE),
     *(str(_PACKAGE / "pool" / f"{name}.py") for name in _VERBS),
@@ -401,6 +401,39 @@ def swap_and_hit(without: str | None) -> Scene:
     return cast.scene([lambda: cast.cache.swap_out(old.id), cast.admission([1, 5])], check)
 
 
+def block_and_admission(without: str | None) -> Scene:
+    """A block gives back the only device block and takes it again, while an admission wants it."""
+    cast = Cast(1, 1, without)
+    old, prompt, admit = cast.admission([1])(), cast.prompt([2]), cast.admission([3])
+    cast.admission([2])  # what it would be is known
+    del cast.live[old.id]
+    cast.cache.commit(old.id)
+
+    def block() -> Request:
+        with cast.cache.exclusive():
+            cast.cache.release(old.id)
+            new = cast.cache.add_sequence(prompt)
+        return cast.admitted(new, [2])
+
+    return cast.scene([block, admit], _end(cast, ("Request", "OutOfBlocks"), offloaded=1))
+
+
+def block_and_pin(without: str | None) -> Scene:
+    """A reader pins the host block into which a block of calls offloads, though nobody enqueues the copy before."""
+    cast = Cast(1, 1, without)
+    (key,), prompt = cast.cache_blocks([1]), cast.prompt([3])
+    cast.admission([3])
+
+    def block() -> Request:
+        with cast.cache.exclusive():
+            new = cast.cache.add_sequence(prompt)
+            cast.cache.match_prefix(prompt)
+        return cast.admitted(new, [3])
+
+    reader = cast.reader(lambda: cast.cache.find_and_pin_host(key, owner="reader"), key)
+    return cast.scene([block, reader], _end(cast, ("Request", "Lease"), ("Request", "NoneType")))
+
+
 def two_writers(without: str | None) -> Scene:
     """Two forks append to the end that they share; there is room for one copy."""
     cast = Cast(2, 0, without, T=2)
@@ -487,6 +520,8 @@ BUILDS: dict[str, tuple[Build, int | None]] = {
     "forget_and_hit": (forget_and_hit, 1),
     "release_and_hit": (release_and_hit, 1),
     "two_writers": (two_writers, 1),
+    "block_and_admission": (block_and_admission, 1),
+    "block_and_pin": (block_and_pin, 1),
     "two_locks": (two_locks, 1),
     "a_wait": (a_wait, 1),
     "word_gains_both": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1)]), None),

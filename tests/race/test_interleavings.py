@@ -48,6 +48,8 @@ PROMISES = [
     ("a block is forgotten and reused, or not reused", "forget_and_hit", ["state_lock"]),
     ("a sequence leaves whole while others reuse its blocks", "swap_and_hit", ["state_lock"]),
     ("of two that write an end that they share, one copies it", "two_writers", ["state_lock"]),
+    ("no call of another thread comes between those of a block", "block_and_admission", ["state_lock"]),
+    ("a pinned copy has its bytes, though a block holds it back", "block_and_pin", ["state_lock"]),
     ("a word gains a reference and a pin", "word_gains_both", ["compare_exchange"]),
     ("a word loses a reference and a pin", "word_loses_both", ["compare_exchange"]),
     ("a word loses its last reference once", "word_loses_last_twice", ["compare_exchange"]),

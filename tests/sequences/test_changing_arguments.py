@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 
 from engine import Engine, small_layout
-from kvpool import BlockKeys, Lease, ModelIdentity, OutOfSequences, PagedKV, StepTables, UnknownSequence, scatter_kv
+from kvpool import BlockKeys, ModelIdentity, OutOfSequences, PagedKV, StepTables, UnknownSequence, scatter_kv
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.base import Stream
-from kvpool.pool import operations as op
-from kvpool.pool.leases import Leases
 from kvpool.tools.planner import Surveyor
 from kvpool.tools.replay.content import Request
 
@@ -359,21 +357,17 @@ def test_addresses_of_a_paged_cache_cannot_be_changed() -> None:
         paged.bases.flags.writeable = True
 
 
-def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread finds it in ``leases`` before the call that takes it has returned."""
-    settle = Leases.settle
-
-    def change_and_settle(self: Leases, lease: Lease, now: int) -> bool:
-        with pytest.raises(ValueError, match="read-only"):
-            lease.blocks[:] = 1 << 40
-        return settle(self, lease, now)
-
+def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make) -> None:
+    """Another thread finds it in ``leases`` before the block that takes it has ended."""
     cache = make().cache
     sequence = cache.add_sequence(list(range(8)))
     cache.commit(sequence)
     cache.release(sequence)
-    monkeypatch.setattr(Leases, "settle", change_and_settle)
-    [lease] = cache.apply([op.pin(cache.block_keys(list(range(8))))], stream=0)
+    keys = cache.block_keys(list(range(8)))
+    with cache.exclusive():
+        lease = cache.pin(keys, stream=0)
+        with pytest.raises(ValueError, match="read-only"):
+            lease.blocks[:] = 1 << 40
     lease.close()
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, LayerGroup, OutOfBlocks
-from kvpool.pool import operations as op
 from tests import debug
 from tests.engine import Engine, small_layout
 from tests.grouped import encoded, group_of, pool_of
@@ -142,13 +141,6 @@ def test_a_state_that_others_find_needs_a_block_beside_the_next_one() -> None:
                 error = refused(cache, grow)
                 assert "at most 2 device blocks of group 1" in str(error) and "got 3" in str(error)
             cache.release(sequence)
-
-
-def test_several_operations_say_it_too(make: Make) -> None:
-    cache = make(P=8, S=0).cache
-    sequence = cache.add_sequence(list(range(8)))
-    error = refused(cache, lambda: cache.apply([op.commit(sequence), op.append(sequence, [1] * 25)], stream=0))
-    assert type(error) is ValueError and NEVER in str(error)
 
 
 def test_other_refusals_come_first(make: Make) -> None:

@@ -217,7 +217,6 @@ IN_PLACE = {
     *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory"),
     "StoreWorker.memory",
     *(f"StepTables.{name}" for name in NAMES),
-    "KVCacheManager.operations",  # a list, whose arrays are walked by operation
     *("PagedKV.planes", "PagedKV.bases"),  # of ``PagedKV.of``, which has made and checked them
 }
 """Memory of the caller's that is meant to be used in place, and what is read at once and looked at elsewhere."""

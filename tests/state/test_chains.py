@@ -16,7 +16,6 @@ import pytest
 
 from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.common.errors import IntegrityError
-from kvpool.pool import operations
 from kvpool.state.arrays import POLICY_BYTES, PolicyState
 from kvpool.state.policies.chains import AGENT, LRU
 from kvpool.state.policies.pauses import CLASSES, PAUSE_BINS, ROWS, TABLES, learn, worth
@@ -247,23 +246,6 @@ def test_what_the_engine_says_goes_before_what_was_learnt() -> None:
             assert (opened.cached("soon"), opened.cached("late")) == (10, 50)
 
 
-def test_what_the_engine_says_is_heard_in_a_list_of_operations() -> None:
-    with talks(100) as opened:
-        for name in ("one", "two"):
-            opened.texts[name] = list(range(1000 * len(opened.texts), 1000 * len(opened.texts) + 45))
-            sequence = opened.cache.add_sequence([*opened.texts[name], 0])
-            opened.cache.commit(sequence, np.array([45]))
-            opened.cache.apply(
-                [
-                    operations.release(sequence, returns_in_ms=1)
-                    if name == "one"
-                    else operations.release(sequence, ends=True)
-                ]
-            )
-        opened.fill(40)
-        assert opened.cached("one") == 45 and opened.cached("two") < 20
-
-
 def test_a_moment_that_has_passed_is_not_a_promise_any_more() -> None:
     with talks(120) as opened:
         opened.turn("liar", 50, at=1, returns_in_ms=10)
@@ -464,14 +446,6 @@ def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
         opened.cache.plan_batch([[*opened.texts["talk 1"], 7]])
         with pytest.raises(OutOfBlocks):
             opened.cache.add_sequence(opened.texts["talk 1"][:5] + list(range(9000, 9050)))
-        with pytest.raises(OutOfBlocks):
-            opened.cache.apply(
-                [
-                    operations.release(live),
-                    operations.add([[*opened.texts["talk 2"], 0]]),
-                    operations.add([list(range(9000, 9055))]),
-                ]
-            )
         assert [array.tobytes() for array in (*opened.policy.arrays, opened.owners)] == before
         opened.cache.verify()
         opened.cache.release(live)

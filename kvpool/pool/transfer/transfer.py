@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import count
 from time import perf_counter_ns
@@ -212,9 +212,8 @@ class Transfer:
         self._nothing = [np.zeros(3, np.int64).data for _ in self._left]
         # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
         self.lock: Any = threading.RLock()
+        # ``drain`` enqueues what is up to ``_decided``.
         self._queue: dict[int, Decision] = {}
-        # Whether what is decided is kept from ``drain``, which enqueues what is up to ``_decided``.
-        self._holding = False
         self._notes: dict[int, Int64s] = {}
         self._numbers_of_notes = count()
         self._lost: dict[int, int] = {}
@@ -295,35 +294,12 @@ class Transfer:
         self._behind = self._loads = None
         for number in noted:
             self._notes.pop(number, None)
-        if not self._holding:
+        if self._changes.hold is None:
             self._decided = max(self._decided, ticket)
 
-    @contextmanager
-    def together(self) -> Iterator[Callable[[], None]]:
-        """Queue all that is decided inside the context at once, at its end. Yields a function that forgets these
-        decisions, for a caller that undoes them, tickets included. Inside, no device is asked about a stream. The
-        caller holds the state lock."""
-        self.collect()
-        self._holding = True
-
-        def forget() -> None:
-            for ticket in [ticket for ticket in self._queue if ticket > self._decided]:
-                del self._queue[ticket]
-            self._notes.clear()
-
-        try:
-            yield forget
-        finally:
-            try:
-                self.collect()
-            finally:  # An exception of a signal handler may leave ``collect``.
-                self._holding = False
-                self._decided = max(self._decided, max(self._queue, default=-1))
-
-    @property
-    def is_together(self) -> bool:
-        """Whether decisions are being made together. The caller holds the state lock."""
-        return self._holding
+    def let_go(self) -> None:
+        """Let ``drain`` enqueue what was decided under a ``LockHold``. The caller holds the state lock."""
+        self._decided = max(self._decided, max(self._queue, default=-1))
 
     @property
     def enqueuing(self) -> bool:
@@ -473,7 +449,7 @@ class Transfer:
         """
         groups = self._states.groups
         before = groups[0, records.H.stream]
-        if stream is None and ids is not None and not self.is_together:
+        if stream is None and ids is not None:
             self.check_streams(ids)
         try:
             groups[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)

@@ -1,0 +1,460 @@
+"""Blocks of ``exclusive``: what calls one after the other do, with no other thread's between, enqueued at the end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, small_layout
+from failing import Rig
+from kvpool import BlockNotFound, KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
+from kvpool.state import verbs
+from tests import debug
+from tests.desk import Desk, Ends
+from tests.race.lab import Lab
+
+Make = Callable[..., Engine]
+T = 4
+INSIDE = r"exclusive: expected match_prefix, pin, .* or Lease.close, got "
+
+
+def picture(cache: KVCacheManager) -> tuple[bytes, list[bytes]]:
+    """Every byte of the state and of what its policy knows."""
+    states = cache.core.states
+    return debug.dump_all(states), [policy_book for state in states for policy_book in debug.book(state)]
+
+
+# -- the same as one after the other -----------------------------------------------------------------------------------
+
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "full": [{}],
+    "window": [{"window": 6, "sinks": 3}],
+    "recurrent": [{"kind": "recurrent", "snapshot_tokens": 8}],
+    "all": [{}, {"window": 4}, {"kind": "recurrent", "snapshot_tokens": 4}],
+}
+
+
+class Twin:
+    """A pool whose ids and keys are those of any other of its kind. Its clock is not asked under the lock."""
+
+    def __init__(self, groups: str, policy: str) -> None:
+        kinds = GROUPS[groups]
+        made = [LayerGroup(small_layout(1 if "kind" in rule else T), **rule) for rule in kinds]
+        self.cache = KVCacheManager(
+            groups=made,
+            device_blocks=[9] * len(made),
+            host_blocks=[5] * len(made),
+            max_sequences=5,
+            max_sequence_tokens=48,
+            secret=bytes(32),
+            clock=self.now,
+            device="cpu",
+            event_capacity=64,
+            policy=policy,
+            **({"tokens_per_block": T} if kinds[0].get("kind") else {}),
+        )
+        for state in self.cache.core.states:
+            state.sequences["generation"] = 1
+        self.leases: list[Any] = []
+
+    def now(self) -> int:
+        assert not hasattr(self, "cache") or not self.cache.core.lock._is_owned(), "the caller's code under the lock"
+        return 7
+
+    def outcome(self, call: Callable[[Twin], Any]) -> Any:
+        """What a call returned, in numbers, or what it raised."""
+        try:
+            result = call(self)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        if hasattr(result, "blocks"):
+            self.leases.append(result)
+            return result.blocks.tolist()
+        return [np.asarray(field).tolist() for field in result[:-1]] if hasattr(result, "refused") else result
+
+
+def draw(random: Random, twin: Twin) -> Callable[[Twin], Any]:
+    """A call, by numbers, for any twin in the same state."""
+    cache, live = twin.cache, twin.cache.core.live().tolist()
+    some = random.sample(live, random.randint(1, len(live))) if live else [5]
+    if random.random() < 0.05:
+        some = [*some, random.choice([-1, 5])]
+    prompt = [random.randrange(2) for _ in range(random.randint(1, 22))]
+    kind = random.choice(["match", "pin", "unpin", "add", "add", "one", "append", "append", "commit", "release"])
+    if kind == "match":
+        return lambda twin: twin.cache.match_prefix(prompt)
+    if kind == "pin":
+        keys = cache.block_keys(prompt).keys[:1]
+        return lambda twin: twin.cache.pin(keys, owner="x", stream=0)
+    if kind == "unpin":
+        place = random.randrange(len(twin.leases) + 1)
+        return lambda twin: twin.leases[place : place + 1] and twin.leases[place].close()
+    if kind == "add":
+        prompts, partly = [prompt[: random.randint(1, 22)] for _ in range(2)], random.random() < 0.3
+        return lambda twin: twin.cache.add_sequence_batch(prompts, allow_partial_batch=partly, stream=0)
+    if kind == "one":
+        return lambda twin: twin.cache.add_sequence(prompt)
+    if kind == "append":
+        counts = [random.choice((0, 1, 1, 5)) for _ in some]
+        return lambda twin: twin.cache.append_tokens(some, [1] * sum(counts), counts)
+    if kind == "commit":
+        known = [int(cache.core.tokens.sequences["length"][(i & 0xFFFFFFFF) % 5]) for i in some]
+        each = known if random.random() < 0.4 else None
+        return lambda twin: twin.cache.commit(some, each, stream=0)
+    store = random.random() < 0.7
+    return lambda twin: twin.cache.release(some[:1], store=store)
+
+
+@pytest.mark.parametrize(
+    ("groups", "policy"), [*((groups, "lru") for groups in GROUPS), ("full", "agent"), ("window", "adaptive")]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_block_does_what_its_calls_do_one_after_the_other(groups: str, policy: str, seed: int) -> None:
+    random, twin, plain, refused, done = Random(seed), Twin(groups, policy), Twin(groups, policy), 0, 0
+    for _ in range(80):
+        calls = [draw(random, twin) for _ in range(random.randint(1, 5))]
+        expected = [plain.outcome(call) for call in calls]
+        with twin.cache.exclusive():
+            got = [twin.outcome(call) for call in calls]
+        assert got == expected, f"seed {seed}"
+        assert debug.dump_all(twin.cache.core.states) == debug.dump_all(plain.cache.core.states), f"seed {seed}"
+        failed = sum(isinstance(outcome, tuple) and isinstance(outcome[0], str) for outcome in got)
+        refused, done = refused + failed, done + len(got) - failed
+        assert not twin.cache.core.transfer._queue and not twin.cache.core.transfer.waiting
+        twin.cache.verify()
+    assert refused > 20 and done > 50, f"seed {seed}: {refused} refused, {done} done"
+    for opened in (twin.cache, plain.cache):
+        opened.close()
+
+
+def test_no_call_of_another_thread_comes_between() -> None:
+    """The pool has room for two. Each thread gives its blocks back and takes others: there is always room."""
+    with KVCacheManager(small_layout(T), device_blocks=4, device="cpu") as cache:
+        errors: list[Exception] = []
+
+        def run(token: int) -> None:
+            try:
+                with cache.exclusive():
+                    sequence = cache.add_sequence([token] * 2 * T)
+                for turn in range(60):
+                    with cache.exclusive():
+                        cache.release(sequence, store=bool(turn % 2))
+                        sequence = cache.add_sequence([token + turn % 3] * 2 * T)
+                with cache.exclusive():
+                    cache.release(sequence)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(10 * i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(600)
+        assert not errors and cache.free_blocks == 4
+        cache.verify()
+
+
+# -- what is not allowed inside ----------------------------------------------------------------------------------------
+
+ALLOWED = {"match_prefix", "pin", "add_sequence", "add_sequence_batch", "append_tokens", "commit", "release"}
+READS_NOTHING = {"now", "closed", "groups", "layout", "device_pool", "device_pools", "host_pool", "host_pools"}
+ARGUMENTS: dict[str, Callable[[Desk], tuple[Any, ...]]] = {
+    **dict.fromkeys(("prefetch", "offload", "cached_blocks", "explain", "blocks_needed"), lambda desk: (desk.known,)),
+    "pin_blocks": lambda desk: ([0],),
+    **dict.fromkeys(("rewind", "reorder"), lambda desk: ([desk.sequence], [0])),
+    "accept_drafts": lambda desk: (desk.drafted, 3, [0, 2]),
+    "set_priority": lambda desk: (desk.known, 80),
+    "missing_blocks": lambda desk: (desk.known, np.ones((1, 2), bool)),
+    "plan_batch": lambda desk: ([desk.known],),
+    "block_keys": lambda desk: ([1, 2],),
+    "forget": lambda desk: (desk.known,),
+    "find_and_pin_host": lambda desk: (desk.known.keys[0],),
+    "hints": lambda desk: ({"protocol_version": 1, "message_id": "m", "actions": []},),
+    "import_blocks": lambda desk: (desk.known, [bytes(desk.cache.layout.block_bytes)]),
+    "reserve": lambda desk: ([7, 8],),
+    "revoke": lambda desk: ("reader",),
+    "copy_batch_block_offsets": lambda desk: (np.zeros((4, 8), np.int32), desk.both),
+    "copy_batch_block_csr": lambda desk: (*(np.zeros(64, np.int32) for _ in range(3)), desk.both),
+    **dict.fromkeys(
+        (
+            *("block_table", "cached_tokens", "committed_tokens", "evictable_after_release", "fork", "keys_of"),
+            *("load_targets", "request_stats", "resume", "sequence_length", "step_tables", "swap_out"),
+        ),
+        lambda desk: (desk.both,),
+    ),
+}
+ELSEWHERE = {"state_blocks"}  # for a pool with states
+LATER = {"copy_step_tables", "capture_block_offsets", "capture_step_tables"}  # by ``refuse_inside``, in test_reentry
+
+
+def test_all_other_calls_are_refused_by_name_and_change_nothing() -> None:
+    desk = Desk("cpu")
+    desk.ready()
+    cache = desk.cache
+    names = {name for name in dir(KVCacheManager) if name[0] != "_"} - ALLOWED - READS_NOTHING - ELSEWHERE - LATER
+    assert names >= ARGUMENTS.keys()
+    before = picture(cache)
+    for name in sorted(names):
+        with cache.exclusive():
+            with pytest.raises(RuntimeError, match=f"{INSIDE}{name}$"):
+                member = getattr(cache, name)
+                member(*ARGUMENTS.get(name, lambda desk: ())(desk))
+            assert not cache.core.transfer._queue
+        assert picture(cache) == before, name
+        desk.check(name)
+    desk.clear("")
+
+
+def test_calls_of_other_objects_are_refused_too() -> None:
+    desk = Desk("cpu")
+    desk.ready()
+    cache, loads, export = desk.cache, desk.cache.layer_loads(), desk.cache.export("host")
+    before = picture(cache)
+    for call, name in (
+        (desk.reservation.commit, "commit"),
+        (desk.reservation.abort, "abort"),
+        (lambda: desk.reservation.overdue, "overdue"),
+        (lambda: loads.wait(0), "wait"),
+        (lambda: np.from_dlpack(export), "__dlpack"),
+        (lambda: cache.__exit__(), "__exit__"),
+    ):
+        with cache.exclusive(), pytest.raises(RuntimeError, match=INSIDE + name):
+            call()
+    assert picture(cache) == before
+    with cache.exclusive(), pytest.raises(RuntimeError, match="loads: expected None inside exclusive"):
+        cache.add_sequence_batch([desk.fresh], loads=loads)
+    with cache.exclusive(), pytest.raises(RuntimeError, match="stream: .*inside exclusive, got None"):
+        cache.pin(desk.known)
+    assert picture(cache) == before and len(cache.leases) == 1
+    desk.clear("")
+
+
+def test_a_block_is_entered_once_and_not_inside_another_call(make: Make) -> None:
+    cache = make().cache
+    block = cache.exclusive()
+    with block, pytest.raises(RuntimeError, match=f"{INSIDE}exclusive"):
+        cache.exclusive()
+    with pytest.raises(RuntimeError, match="expected a new context manager for each block"), block:
+        pass
+    other = cache.exclusive()
+    with cache.exclusive(), pytest.raises(RuntimeError, match=INSIDE), other:
+        pass
+    with cache.core.lock, pytest.raises(RuntimeError, match="exclusive inside another call"):
+        cache.exclusive()
+    with ExitStack() as stack:
+        stack.enter_context(cache.exclusive())
+        assert cache.match_prefix([1, 2]).tokens == 0 and cache.core.is_exclusive
+    assert not cache.core.is_exclusive and cache.free_blocks
+
+
+def test_a_closed_pool_has_no_blocks(make: Make) -> None:
+    cache = make().cache
+    late = cache.exclusive()
+    cache.close()
+    with pytest.raises(PoolClosed), late:
+        raise AssertionError("entered")
+
+
+# -- what comes at the end ---------------------------------------------------------------------------------------------
+
+
+def test_nobody_enqueues_what_is_held_back() -> None:
+    rig = Rig(4, 4)
+    rig.seed(range(16), committed=16)
+    transfer, order = rig.cache.core.transfer, list[int]()
+    end = transfer._end
+    transfer._end = lambda batch: (order.append(batch.ticket), end(batch))[1]  # type: ignore[func-returns-value]
+    rig.device.arm()
+    with rig.cache.exclusive():
+        sequences = [rig.cache.add_sequence([90 + i] * 5) for i in range(2)]
+        rig.cache.release(sequences[0], store=False)
+        thread = threading.Thread(target=transfer.drain)
+        thread.start()
+        thread.join(600)
+        assert not thread.is_alive() and not rig.device.seen and transfer._queue
+        tickets = list(transfer._queue)
+    assert order == tickets == sorted(tickets) and len(np.concatenate(rig.device.seen)) == 4
+    rig.cache.release(sequences[1])
+    rig.cache.close()
+
+
+def test_an_exception_in_a_block_leaves_its_calls_done() -> None:
+    rig = Rig(4, 4)
+    rig.seed(range(16), committed=16)
+    rig.device.arm()
+    with pytest.raises(OutOfBlocks), rig.cache.exclusive():
+        sequence = rig.cache.add_sequence([90] * 5)
+        rig.cache.add_sequence([80] * 16)
+    assert len(rig.device.seen) == 1 and rig.cache.sequences == [sequence]
+    rig.cache.release(sequence)
+    rig.cache.close()
+
+
+def on_the_host() -> tuple[Rig, Any]:
+    """A pool that has two blocks on the host alone."""
+    rig = Rig(3, 4)
+    rig.seed(range(8), committed=8)
+    rig.cache.offload(list(range(8)))
+    rig.release(rig.add(range(50, 62)), store=False)
+    return rig, rig.prompt(range(8)).keys
+
+
+def test_a_lease_is_readable_once_its_block_has_ended() -> None:
+    rig, keys = on_the_host()
+    cache, seen = rig.cache, list[Any]()
+
+    def read(lease: Any) -> None:
+        with suppress(RuntimeError):
+            seen.append(lease.addresses)
+        with suppress(RuntimeError):
+            seen.append(lease.addresses_of(0))
+
+    with cache.exclusive():
+        added = cache.add_sequence(list(range(9)))
+        lease = cache.pin(keys, tier="device", stream=0)
+        for target in (lambda: read(lease), lambda: threading.Thread(target=read, args=(lease,))):
+            thread = target()
+            if thread is not None:
+                thread.start()
+                thread.join(600)
+        assert not seen and len(lease.blocks) == 2
+    assert (
+        lease.addresses.tolist() == lease.addresses_of(0).tolist() == cache.pin(keys, tier="device").addresses.tolist()
+    )
+    for held in cache.leases:
+        held.close()
+    cache.release(added)
+    cache.close()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_lease_whose_copy_is_refused_is_closed_and_the_end_raises(raises: bool) -> None:
+    rig, keys = on_the_host()
+    rig.device.arm(lambda place: place == 1)
+    with pytest.raises(ZeroDivisionError if raises else BlockNotFound), rig.cache.exclusive():
+        added = rig.cache.add_sequence_batch([list(range(9))])
+        lost, kept = (rig.cache.pin(keys[i : i + 1], tier="device", stream=0) for i in (1, 0))
+        assert not raises or 1 / 0
+    assert rig.lost == 1 and sorted([lost.closed, kept.closed]) == [False, True]
+    closed, kept = (lost, kept) if lost.closed else (kept, lost)
+    with pytest.raises(BlockNotFound):
+        closed.addresses  # noqa: B018
+    assert len(kept.addresses) == 1
+    kept.close()
+    rig.failed = added.ids.tolist()
+    rig.check_failed()
+    rig.cache.close()
+
+
+def test_a_lease_of_a_block_whose_end_was_interrupted_is_settled_when_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, keys = on_the_host()
+    transfer = rig.cache.core.transfer
+    rig.device.arm(lambda place: place == 1)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(transfer, "drain", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with rig.cache.exclusive():
+            added = rig.cache.add_sequence_batch([list(range(9))])
+            leases = [rig.cache.pin(keys[i : i + 1], tier="device", stream=0) for i in (0, 1)]
+    assert transfer.waiting
+    outcomes = []
+    for lease in leases:
+        try:
+            outcomes.append(len(lease.addresses))
+        except BlockNotFound:
+            outcomes.append(0)
+    assert sorted(outcomes) == [0, 1] and not transfer.waiting and len(rig.cache.leases) == 1
+    rig.cache.leases[0].close()
+    rig.failed = added.ids.tolist()
+    rig.check_failed()
+    rig.cache.close()
+
+
+def test_streams_are_ordered_as_those_of_single_calls() -> None:
+    for seed in range(4):
+        lab = Lab(4, 4, seed=seed)
+        first, two = lab.commit(lab.add([1, 2, 3])), lab.prompt([1, 2])
+        with lab.cache.exclusive():
+            lab.cache.commit(first.id, stream=lab.a)
+            lab.cache.release(first.id, stream=lab.a)
+        del lab.live[first.id]
+        with lab.cache.exclusive():
+            added = lab.cache.add_sequence_batch([[1, 2, 9], [5, 6, 7]], stream=lab.b)
+            lease = lab.cache.pin(two.keys, stream=lab.b)
+        with lab.on(lab.b):
+            for new, tokens in zip(added.ids.tolist(), ([1, 2, 9], [5, 6, 7]), strict=True):
+                lab.admitted(new, tokens)
+        lab.read(lease, [1, 2], lab.b)
+        with lab.cache.exclusive():
+            lease.close(lab.b)
+            lab.cache.release(added.ids, stream=lab.b)
+        lab.live.clear()
+        assert not lab.findings(), f"seed {seed}"
+
+
+def test_a_state_in_doubt_ends_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_way(*_: object) -> None:
+        raise ArithmeticError("half-way")
+
+    desk = Desk("cpu")
+    desk.ready()
+    cache, copies = desk.cache, desk.cache.core.transfer.moved.nbytes
+    with pytest.raises(PoolClosed, match="in doubt"), cache.exclusive():
+        cache.add_sequence(desk.fresh)
+        monkeypatch.setattr(verbs, "commit", half_way)
+        with pytest.raises(ArithmeticError):
+            cache.commit(desk.sequence)
+        with pytest.raises(PoolClosed, match="in doubt"):
+            cache.release(desk.sequence)
+    assert cache.core.transfer.moved.nbytes == copies
+    cache.close(force=True)
+
+
+# -- destructors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["between", "inside a call", "collector", "weakref"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_destructor_in_a_block_may_close_a_lease_and_is_refused_what_waits(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk("cpu")
+    desk.ready()
+    cache, raised, names = desk.cache, list[str](), desk.cache.core.names
+    learn = names.learn
+
+    def act() -> None:
+        for call in (cache.stats, lambda: cache.pin(desk.known), cache.close, lambda: cache.reserve([1])):
+            with pytest.raises(RuntimeError, match="exclusive") as refused:
+                call()
+            raised.append(str(refused.value))
+        desk.lease.close()
+
+    owners: list[Any] = [Ends(act)] if where != "weakref" else [threading.Event()]
+    kept = weakref.ref(owners[0], lambda _: act()) if where == "weakref" else None
+    if where != "weakref":
+        owners[0].itself = owners[0] if where == "collector" else None
+
+    def meanwhile(keys: Any) -> None:
+        owners.clear()
+        learn(keys)
+
+    with cache.exclusive():
+        if where == "inside a call":
+            monkeypatch.setattr(names, "learn", meanwhile)
+        else:
+            owners.clear()
+            gc.collect()
+        cache.add_sequence(desk.fresh)
+    assert len(raised) == 4 and desk.lease.closed and (kept is None or kept() is None)
+    desk.check(where)
+    desk.clear(where)
