@@ -17,6 +17,7 @@ from kvpool.device.regions import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 
 OFFLOAD, ONBOARD, WITHIN, INSIDE_HOST = "offload", "onboard", "within", "inside the host"
 """The directions of copies."""
+_DIRECTION = {1: WITHIN, 2: OFFLOAD, 4: ONBOARD, 8: INSIDE_HOST}
 _NO_CHUNKS = np.empty((0, 3), np.int64)
 _ANY_LENGTH = 1 << 62
 
@@ -92,11 +93,11 @@ def _cut(copy_ops: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
 
 
 @jit
-def _about(copy_ops: Any, v: Any) -> tuple[int, int]:
-    """How many fragments copy ops of one direction are at most, but for ends of chunks, and their tokens. They are as
-    many as that where the copy ops rise or fall."""
+def _about(copy_ops: Any, v: Any) -> tuple[int, int, int]:
+    """How many fragments copy ops of one direction are at most, but for ends of chunks, their tokens, and a bit for
+    each direction that they have. They are as many as that where the copy ops rise or fall."""
     plan = plan_of(v)
-    count = tokens = 0
+    count = tokens = ways = 0
     before = False
     for i in range(copy_ops.shape[0]):
         source, s = locate(copy_ops[i, SOURCE], plan)
@@ -108,7 +109,8 @@ def _about(copy_ops: Any, v: Any) -> tuple[int, int]:
             count += plan.runs if whole else plan.outer * plan.inner
         before = whole
         tokens += copy_ops[i, TOKENS]
-    return count, tokens
+        ways |= 1 << 2 * (copy_ops[i, SOURCE] >= plan.device_blocks) + (copy_ops[i, TARGET] >= plan.device_blocks)
+    return count, tokens, ways
 
 
 def cut(copy_ops: Int64s, plan: Int64s, hosts: Int64s = _NO_CHUNKS) -> Int64s:
@@ -130,7 +132,7 @@ def _written(fill: Callable[..., int], *arguments: Any) -> Int64s:
     return out
 
 
-_UNIT = 16
+UNIT = 16
 """The widest word, and the unit of the distances between runs, in bytes."""
 _DISTANCE_MAX = 1 << 32
 _WORDS_MAX = 1 << 26
@@ -140,8 +142,8 @@ _WORDS_MAX = 1 << 26
 @jit
 def _distance(run_bytes: int, distance: int) -> int:
     """A distance between runs in units, or -1 if it does not fit into a row."""
-    possible = distance % _UNIT == 0 and 0 <= distance // _UNIT < _DISTANCE_MAX and run_bytes % _UNIT == 0
-    return distance // _UNIT if possible else -1
+    possible = distance % UNIT == 0 and 0 <= distance // UNIT < _DISTANCE_MAX and run_bytes % UNIT == 0
+    return distance // UNIT if possible else -1
 
 
 @jit
@@ -151,7 +153,7 @@ def _put(rows: Any, i: int, source: int, target: int, run_bytes: int, runs: int,
 
 
 @jit
-def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
+def tabulate_fragments(fragments: Any, words_max: int, rows: Any) -> Any:
     """Write the rows of fragments: how many, the words of the longest, and all bits of their numbers. A row has at most
     ``words_max`` words.
 
@@ -169,17 +171,17 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
         left = fragments[i, BYTES]
         while left > 0:
             part = left
-            if (source - target) % _UNIT == 0:
-                if source % _UNIT:
-                    part = min(left, _UNIT - source % _UNIT)
-                elif left > _UNIT:
-                    part = left - left % _UNIT
+            if (source - target) % UNIT == 0:
+                if source % UNIT:
+                    part = min(left, UNIT - source % UNIT)
+                elif left > UNIT:
+                    part = left - left % UNIT
             bits = source | target | part
             said |= bits
-            width = _UNIT if bits % _UNIT == 0 else 4 if bits % 4 == 0 else 1
+            width = UNIT if bits % UNIT == 0 else 4 if bits % 4 == 0 else 1
             part = min(part, words_max * width)
             apart = _distance(part, source - source_before), _distance(part, target - target_before)
-            joins = part == run and width == _UNIT and words + part // width <= words_max and min(apart) >= 0
+            joins = part == run and width == UNIT and words + part // width <= words_max and min(apart) >= 0
             if joins and (runs == 1 or apart == steps):
                 runs += 1
                 words += part // width
@@ -190,7 +192,7 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
                 run = part
                 words = part // width
                 steps = (0, 0)
-            first = source - (runs - 1) * steps[0] * _UNIT, target - (runs - 1) * steps[1] * _UNIT
+            first = source - (runs - 1) * steps[0] * UNIT, target - (runs - 1) * steps[1] * UNIT
             _put(rows, count - 1, first[0], first[1], run, runs, steps)
             most = max(most, words)
             source_before, target_before = source, target
@@ -217,29 +219,36 @@ def measured(fragments: Any, hosts: Any) -> tuple[int, int, bool, bool]:
     if not fragments.shape[0]:
         return nbytes, words, False, False
     for i in range(fragments.shape[0]):
-        apart = (fragments[i, FROM] - fragments[i, TO]) % _UNIT
+        apart = (fragments[i, FROM] - fragments[i, TO]) % UNIT
         nbytes += fragments[i, BYTES]
-        words += fragments[i, BYTES] if apart else fragments[i, BYTES] // _UNIT + 2
+        words += fragments[i, BYTES] if apart else fragments[i, BYTES] // UNIT + 2
     source, _ = _chunk(fragments[0, FROM], hosts)
     target, _ = _chunk(fragments[0, TO], hosts)
     return nbytes, words, source < _ANY_LENGTH, target < _ANY_LENGTH
 
 
-def tabulate(fragments: Int64s, words: int | None = None) -> FragmentTable:
-    """The rows of fragments that do not depend on each other, for kernels. ``words``: as in ``measured``, where that
-    is known."""
+def table_size(fragments: Int64s, words: int | None = None) -> tuple[int, int]:
+    """The most words of a row, and the most rows, of fragments that do not depend on each other. ``words``: as in
+    ``measured``, where that is known."""
     if words is None:
         words = measured(fragments, _NO_CHUNKS)[1]
     # A kernel looks at as many pieces of each row as the longest has.
     words_max = min(_WORDS_MAX, max(PIECE_WORDS, 2 * words // max(1, len(fragments))))
-    rows = np.empty((3 * len(fragments) + words // words_max, 4), np.int64)
-    count, most, said = _tabulate(fragments, words_max, rows)
-    return FragmentTable(rows[:count], int(most), not said % _UNIT)
+    return words_max, 3 * len(fragments) + words // words_max
+
+
+def tabulate(fragments: Int64s, size: tuple[int, int] | None = None, rows: Int64s | None = None) -> FragmentTable:
+    """The rows of fragments that do not depend on each other, for kernels. ``size``: as in ``table_size``, where that
+    is known. ``rows``: where to write them."""
+    words_max, room = size or table_size(fragments)
+    rows = np.empty((room, 4), np.int64) if rows is None else rows
+    count, most, said = tabulate_fragments(fragments, words_max, rows)
+    return FragmentTable(rows[:count], int(most), not said % UNIT)
 
 
 @jit
-def _tabulate_blocks(copy_ops: Any, v: Any, rows: Any) -> Any:
-    """Write a row for each whole block, and rows for the first tokens of others, as ``_tabulate`` does."""
+def tabulate_blocks(copy_ops: Any, v: Any, rows: Any) -> Any:
+    """Write a row for each whole block, and rows for the first tokens of others, as ``tabulate_fragments`` does."""
     plan, count, most = plan_of(v), 0, 0
     for i in range(copy_ops.shape[0]):
         source, s = locate(copy_ops[i, SOURCE], plan)
@@ -250,7 +259,7 @@ def _tabulate_blocks(copy_ops: Any, v: Any, rows: Any) -> Any:
             apart = (s.run_stride, t.run_stride) if whole else (s.inner_stride, t.inner_stride)
             steps = _distance(run, apart[0]), _distance(run, apart[1])
             _put(rows, count, source + a * s.outer_stride, target + a * t.outer_stride, run, runs, steps)
-            count, most = count + 1, max(most, runs * run // _UNIT)
+            count, most = count + 1, max(most, runs * run // UNIT)
     return count, most
 
 
@@ -258,37 +267,42 @@ class Cutter:
     """Cuts batches of copy ops for one part. ``host`` has the chunks in which its host memory is registered, as rows
     that ``cut`` takes. No fragment crosses a chunk; a row for kernels may.
 
-    ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
+    ``plan`` is that of the part, ``vector`` the same as an array. ``token_bytes`` are all bytes of a token.
+    ``in_words``: whether ``tabulate_blocks`` can write rows of all blocks and parts of blocks, in whole words.
     """
 
     def __init__(self, plan: CopyPlan, host: Int64s) -> None:
-        self.plan, self.host, self._vector = plan, host, plan.vector()
+        self.plan, self.host, self.vector = plan, host, plan.vector()
         self.token_bytes = plan.outer * plan.inner * plan.token_bytes
         distances = [*plan.device[1:], *plan.host[1:]]
         lengths = plan.device.base, plan.host.base, plan.run_bytes, plan.token_bytes
-        words = max(plan.runs * plan.run_bytes, plan.inner * plan.block_tokens * plan.token_bytes) // _UNIT
-        self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
-        self._in_words &= not any(n % _UNIT for n in lengths)
+        words = max(plan.runs * plan.run_bytes, plan.inner * plan.block_tokens * plan.token_bytes) // UNIT
+        self.in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
+        self.in_words &= not any(n % UNIT for n in lengths)
 
-    def about(self, copy_ops: Int64s) -> tuple[int, int]:
-        """About how many fragments ``cut`` returns for copy ops of one direction, and their bytes. Sorts nothing: the
-        fragments are fewer where neighbours are in no order."""
-        count, tokens = _about(copy_ops, self._vector)
-        return count, tokens * self.token_bytes
+    def about(self, copy_ops: Int64s) -> tuple[int, int, str]:
+        """About how many fragments ``cut`` returns for copy ops of one direction, their bytes, and that direction; none
+        if they have several. Sorts nothing: the fragments are fewer where neighbours are in no order."""
+        count, tokens, ways = _about(copy_ops, self.vector)
+        return count, tokens * self.token_bytes, _DIRECTION.get(ways, "")
 
     def cut(self, copy_ops: Int64s) -> Int64s:
         """Fragments int64[n, 3] (source address, target address, bytes) of copy ops, which are sorted first, so that
         neighbours follow each other. The copy ops have been checked."""
         sources = copy_ops[:, SOURCE]
         in_order = (sources[1:] >= sources[:-1]).all()
-        return cut(copy_ops if in_order else copy_ops[np.argsort(sources)], self._vector, self.host)
+        return cut(copy_ops if in_order else copy_ops[np.argsort(sources)], self.vector, self.host)
 
-    def tabulate(self, copy_ops: Int64s) -> FragmentTable:
-        """The rows of copy ops, for kernels."""
-        if not self._in_words:
+    def room(self, count: int) -> int:
+        """The most rows that ``tabulate_blocks`` writes for this many copy ops."""
+        return count * max(1, self.plan.outer)
+
+    def tabulate(self, copy_ops: Int64s, rows: Int64s | None = None) -> FragmentTable:
+        """The rows of copy ops, for kernels. ``rows``: where to write them, if they are ``in_words``."""
+        if not self.in_words:
             return tabulate(self.cut(copy_ops))
-        rows = np.empty((len(copy_ops) * max(1, self.plan.outer), 4), np.int64)
-        count, most = _tabulate_blocks(copy_ops, self._vector, rows)
+        rows = np.empty((self.room(len(copy_ops)), 4), np.int64) if rows is None else rows
+        count, most = tabulate_blocks(copy_ops, self.vector, rows)
         return FragmentTable(rows[:count], int(most), True)
 
 
@@ -300,31 +314,19 @@ def _split(fragments: Any, hosts: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
-@jit
-def _ways(copy_ops: Any, device_blocks: int) -> int:
-    """A bit for each direction that copy ops have."""
-    bits = 0
-    for i in range(copy_ops.shape[0]):
-        bits |= 1 << 2 * (copy_ops[i, SOURCE] >= device_blocks) + (copy_ops[i, TARGET] >= device_blocks)
-    return bits
-
-
 def by_direction(copy_ops: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
     """The copy ops of each direction that has any."""
-    bits = _ways(copy_ops, device_blocks)
-    for way, direction in enumerate((WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)):
-        if bits == 1 << way:
-            yield direction, copy_ops
-        elif bits >> way & 1:
-            ways = 2 * (copy_ops[:, SOURCE] >= device_blocks) + (copy_ops[:, TARGET] >= device_blocks)
-            yield direction, copy_ops[ways == way]
+    ways = 1 << 2 * (copy_ops[:, SOURCE] >= device_blocks) + (copy_ops[:, TARGET] >= device_blocks)
+    for way, direction in _DIRECTION.items():
+        some = copy_ops[ways == way]
+        if len(some):
+            yield direction, some
 
 
 def load_cutting(cutters: Iterable[Cutter]) -> None:
     """Compile what these cutters run, or load it from disk, so that the first copy does not."""
     copy_ops, fragments = np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64)
     tabulate(fragments)
-    assert not list(by_direction(copy_ops, 0))
     for cutter in cutters:
         cutter.about(copy_ops), cutter.cut(copy_ops)
         cutter.tabulate(copy_ops)

@@ -130,11 +130,11 @@ def word_bytes(*numbers: Any) -> int:
     return together & -together
 
 
-_KV_IN_FLIGHT, _WARP = 4, 32
+_KV_IN_FLIGHT, WARP = 4, 32
 # With this many units for each thread, threads that get one more take little longer.
 _UNITS_PER_THREAD = 4
-_ROW_BYTES = 32
-_COUNT_MAX = 2**31 - 1
+ROW_BYTES = 32
+COUNT_MAX = 2**31 - 1
 PIECE_WORDS = 256
 """How many words of a fragment a warp copies at a time."""
 
@@ -229,7 +229,7 @@ def kv_copy(
         raise ValueError(
             f"cache: {len(planes)} planes of {layers} layers; one launch takes {BASES} together: split the layers"
         )
-    if tokens.tokens > _COUNT_MAX or tokens.slot_end >= 2**32:
+    if tokens.tokens > COUNT_MAX or tokens.slot_end >= 2**32:
         raise ValueError(
             f"cache: {tokens.slot_end} slots and {tokens.tokens} tokens; a GPU takes fewer than 2**32 and 2**31"
         )
@@ -304,13 +304,13 @@ def fragment_copies(
     bulk
         Whether copy units move the bytes: of rows whose addresses and lengths are multiples of 16.
     """
-    kernel, threads = (BULK_FRAGMENTS, _WARP) if bulk else (COPY_FRAGMENTS, THREADS)
+    kernel, threads = (BULK_FRAGMENTS, WARP) if bulk else (COPY_FRAGMENTS, THREADS)
     pieces = -(-words // PIECE_WORDS)
-    per_launch = max(1, _COUNT_MAX // max(1, pieces))
+    per_launch = max(1, COUNT_MAX // max(1, pieces))
     for first in range(0, count, per_launch):
         some = min(per_launch, count - first)
-        record = np.array([rows + first * _ROW_BYTES, some, pieces], np.int64).view(FRAGMENT_TABLE)
-        thread_blocks = grid.thread_blocks(-(-some * pieces * _WARP // threads), host, chosen)
+        record = np.array([rows + first * ROW_BYTES, some, pieces], np.int64).view(FRAGMENT_TABLE)
+        thread_blocks = grid.thread_blocks(-(-some * pieces * WARP // threads), host, chosen)
         yield Launch(*kernel, thread_blocks, threads, record)
 
 

@@ -63,7 +63,7 @@ def test_the_fragments_of_whole_blocks_are_known_without_cutting_them(layout: Bl
         for direction, some in by_direction(moves[moves[:, TOKENS] == layout.tokens_per_block], DEVICE_BLOCKS):
             fragments = cutter.cut(some)
             if direction != INSIDE_HOST:
-                assert cutter.about(some) == (len(fragments), fragments[:, BYTES].sum())
+                assert cutter.about(some) == (len(fragments), fragments[:, BYTES].sum(), direction)
                 shuffled = cutter.about(np.random.default_rng(seed).permutation(some))
                 assert shuffled[0] >= len(fragments) and shuffled[1] == fragments[:, BYTES].sum()
 

@@ -177,7 +177,7 @@ def test_shim_reads_one_row_of_the_table_for_a_piece() -> None:
 def test_shim_splits_batches_of_more_pieces_than_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = BlockLayout(2, 2, 16, 8)
     pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
-    monkeypatch.setattr(copies, "_COUNT_MAX", 2)
+    monkeypatch.setattr(copies, "COUNT_MAX", 2)
     check(pools, as_moves((0, 7, 8), (1, 8, 8), (2, 9, 3), (3, 10, 8), (4, 5, 8)), launcher)
     assert len(launcher.launches) > 2
     pools.close()

@@ -64,14 +64,12 @@ from kvpool.device.fragments import (
     ONBOARD,
     WITHIN,
     Cutter,
-    FragmentTable,
     by_direction,
     load_cutting,
     measured,
     split,
-    tabulate,
 )
-from kvpool.device.launches import BULK_CAPABILITY, Launch, fragment_copies, move_kernel, token_moves
+from kvpool.device.launches import BULK_CAPABILITY, Launch, move_kernel, token_moves
 from kvpool.device.memory.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import ALL_LAYERS, Layers, Part, Region, Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
@@ -176,6 +174,12 @@ class CudaDevice(Device):
     Streams 0 and 1 both mean CUDA's legacy default stream. The per-thread default stream (2) is refused: it is a
     different stream in every thread, and a pool enqueues for several threads. Raises DeviceError if there is no usable
     GPU.
+
+    Attributes
+    ----------
+    crowded_copies
+        Copies that copy engines made in place of a kernel, since ``launcher.PENDING_BYTES_MAX`` bytes of rows were
+        unread.
     """
 
     name = "cuda"
@@ -202,6 +206,8 @@ class CudaDevice(Device):
             self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
         )
         self._batch = find_batch() if self._launcher.same_addresses else None
+        self._engines = (PLAIN,) if self._batch is None else (PLAIN, BATCHED)
+        self.crowded_copies = 0
         self._owned: dict[int, tuple[Any, PinnedRange | None]] = {}
         self._bound: _CutPool | None = None
         self._loaded: tuple[str, ...] = ()
@@ -302,22 +308,29 @@ class CudaDevice(Device):
         try:
             with self._streams.work(stream) as handle:
                 for region, rows in bound.regions.split(copy_ops):
-                    for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
-                        for cutter in cutters[region]:
-                            self._copy(cutter, direction, some, handle)
+                    for cutter in cutters[region] if len(rows) else ():
+                        self._copy(cutter, rows, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
 
-    def _copy(self, cutter: Cutter, direction: str, copy_ops: Int64s, stream: int) -> None:
-        """Make copy ops of one direction, by the fastest path for this number and size of fragments."""
-        count, nbytes = cutter.about(copy_ops)
-        path = PLAIN
-        if direction != INSIDE_HOST:
-            path = self.calibration.choose(direction, nbytes // count, count, self._paths(stream))
+    def _copy(self, cutter: Cutter, copy_ops: Int64s, stream: int) -> None:
+        """Make the copy ops of each direction by the fastest path for this number and size of fragments."""
+        count, nbytes, direction = cutter.about(copy_ops)
+        if not direction:
+            for _, some in by_direction(copy_ops, cutter.plan.device_blocks):
+                self._copy(cutter, some, stream)
+            return
+        path = PLAIN if direction == INSIDE_HOST else self._choose(direction, nbytes, count, stream)
         if path in KERNELS:
-            self._copy_by_kernel(path, cutter.tabulate(copy_ops), direction, stream)
-        else:
-            self._copy_fragments(cutter.cut(copy_ops), path, stream)
+            how = path == BULK, direction != WITHIN, stream
+            if cutter.in_words:
+                copied = self._launcher.copy_blocks(cutter, copy_ops, *how)
+            else:
+                copied = self._launcher.copy_fragments(cutter.cut(copy_ops), None, *how)
+            if copied:
+                return
+            path = self._choose(direction, nbytes, count, stream, crowded=True)
+        self._copy_fragments(cutter.cut(copy_ops), path, stream)
 
     def _copy_given(self, fragments: Int64s, bound: _CutPool, stream: int) -> None:
         """Copy fragments of the caller, which all go one way."""
@@ -325,16 +338,19 @@ class CudaDevice(Device):
             return
         nbytes, words, source, target = measured(fragments, bound.hosts)
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
-        path = self.calibration.choose(direction, nbytes // len(fragments), len(fragments), self._paths(stream))
+        path = self._choose(direction, nbytes, len(fragments), stream)
         if path in KERNELS:
-            self._copy_by_kernel(path, tabulate(fragments, words), direction, stream)
-            return
+            if self._launcher.copy_fragments(fragments, words, path == BULK, direction != WITHIN, stream):
+                return
+            path = self._choose(direction, nbytes, len(fragments), stream, crowded=True)
         self._copy_fragments(split(fragments, bound.hosts), path, stream)
 
-    def _paths(self, stream: int) -> tuple[str, ...]:
-        """The paths that can be used now without waiting."""
-        engines = (PLAIN, BATCHED) if self._batch is not None and stream else (PLAIN,)
-        return engines + self._loaded if self._loaded and not self._launcher.uploads.full(stream) else engines
+    def _choose(self, direction: str, nbytes: int, count: int, stream: int, crowded: bool = False) -> str:
+        """The path for this number of fragments and of bytes. With ``crowded``, no kernel, since too many rows are
+        unread: to make room would wait for the device, which holds the transfer lock."""
+        self.crowded_copies += crowded
+        paths = self._engines if stream else (PLAIN,)
+        return self.calibration.choose(direction, nbytes // count, count, paths if crowded else paths + self._loaded)
 
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""
@@ -345,12 +361,6 @@ class CudaDevice(Device):
         if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
             return ()
         return tuple(path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path]))
-
-    def _copy_by_kernel(self, path: str, table: FragmentTable, direction: str, stream: int) -> None:
-        host, grid, bulk = direction != WITHIN, self._launcher.grid, path == BULK and table.in_words
-        with self._launcher.uploaded(table.rows, stream, host=host) as rows:
-            for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=grid, bulk=bulk):
-                self._launcher.launch(launch, stream)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         self._check_open()

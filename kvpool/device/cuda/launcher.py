@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,29 @@ import numpy as np
 from kvpool.common.arrays import Array, Int64s, Uint8s
 from kvpool.common.errors import DeviceError
 from kvpool.device.base import Retired, Stream, stream_argument
-from kvpool.device.cuda.runtime import EventPool, RuntimeCalls, own_name, usable_stream
-from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS, OPTIONS, Grid, Launch, kernel_source
+from kvpool.device.cuda import native
+from kvpool.device.cuda.runtime import CudaEvent, EventPool, RuntimeCalls, own_name, usable_stream
+from kvpool.device.fragments import Cutter, FragmentTable, table_size, tabulate
+from kvpool.device.launches import (
+    BULK_FRAGMENTS,
+    BUS_THREAD_BLOCKS,
+    CHIP_THREAD_BLOCKS,
+    COPY_FRAGMENTS,
+    OPTIONS,
+    ROW_BYTES,
+    THREADS,
+    WARP,
+    Grid,
+    Launch,
+    fragment_copies,
+    kernel_source,
+)
 
-DEPTH, ASKED = 64, 8
-"""The most uploads to one stream that kernels may not have read yet, and for how many of all streams the driver is not
-asked whether they were read."""
+PENDING_BYTES_MAX = 64 << 20
+"""The most bytes of all streams that kernels may not have read yet. That is the rows of two million fragments."""
+QUERIED_ABOVE = 8
+"""For this many uploads the driver is not asked whether they were read."""
+_SMALLEST_BYTES = 4096
 
 
 class Buffers:
@@ -61,6 +78,17 @@ def _free(calls: RuntimeCalls, *pools: Any) -> None:
             pool.free_all_blocks()
 
 
+class UploadBuffer:
+    """Pinned memory of a power of two bytes, by its address for kernels, and the event that is recorded behind its
+    readers. ``near``: the copy in GPU memory that they read instead, if they do."""
+
+    __slots__ = ("address", "event", "memory", "near")
+
+    def __init__(self, memory: Uint8s, address: int, event: CudaEvent) -> None:
+        self.memory, self.address, self.event = memory, address, event
+        self.near: Any = None
+
+
 class Uploads:
     """Small arrays that kernels read besides the pools. Each is kept until an event shows that its own launch has read
     it. Thread-safe."""
@@ -70,60 +98,86 @@ class Uploads:
     ) -> None:
         self._calls, self._events, self._buffers, self._address_of = calls, events, buffers, address_of
         self._lock = threading.Lock()
-        self._retired: Retired[Any] = Retired(events.query)
-        self._kept: list[Any] = []
+        self._retired: Retired[UploadBuffer] = Retired(events.query)
+        self._free: dict[int, list[UploadBuffer]] = {}
+        self._kept: list[UploadBuffer] = []
+        self._bytes = 0
+
+    def take(self, nbytes: int) -> UploadBuffer | None:
+        """A buffer of at least ``nbytes``. None, without waiting, where too many bytes are unread. Raises DeviceError,
+        MemoryError."""
+        size = max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            if not self._has_room(size):
+                return None
+            self._bytes += size
+            free = self._free.get(size)
+            buffer = free.pop() if free else None
+        if buffer is None:
+            try:
+                memory = self._buffers.pinned(size)
+                buffer = UploadBuffer(memory, self._address_of(memory.ctypes.data), self._events.take())
+            except BaseException:
+                with self._lock:
+                    self._bytes -= size
+                raise
+        buffer.event.done = False
+        return buffer
+
+    def _has_room(self, size: int) -> bool:
+        """The caller holds the lock."""
+        if len(self._retired) > QUERIED_ABOVE or self._bytes + size > PENDING_BYTES_MAX:
+            self._reclaim()
+        return not self._bytes or self._bytes + size <= PENDING_BYTES_MAX
+
+    def retire(self, buffer: UploadBuffer, stream: int, recorded: bool) -> None:
+        """Reuse a buffer once its event is complete. Without one it is unknown when it has been read. It is not used
+        again then, and stays until all work is done."""
+        with self._lock:
+            if recorded:
+                self._retired.add(stream, buffer.event, buffer)
+            else:
+                self._kept.append(buffer)
+                self._bytes -= buffer.memory.nbytes
 
     @contextmanager
     def uploaded(self, array: Array, stream: int, host: bool) -> Iterator[int]:
-        """Upload an array, as in the ``Launcher`` protocol. If too many uploads to this stream are unread, waits for
-        the oldest.
+        """Upload an array, as in the ``Launcher`` protocol. If too many bytes are unread, waits for the oldest.
 
         Raises DeviceError, MemoryError.
         """
-        self._make_room(stream)
-        buffer, near = self._buffers.pinned(array.nbytes), None
-        buffer.view(array.dtype).reshape(array.shape)[...] = array
-        if host:
-            address = self._address_of(buffer.ctypes.data)
-        else:
-            near = self._buffers.near(array.nbytes)
-            address = int(near.ptr)
-        try:
-            if near is not None:
-                with self._calls("cudaMemcpyAsync") as runtime:
-                    runtime.memcpyAsync(address, buffer.ctypes.data, array.nbytes, runtime.memcpyDefault, stream)
-            yield address
-        finally:
-            self._retire((buffer, near), stream)
-
-    def _retire(self, buffers: Any, stream: int) -> None:
-        try:
-            event = self._events.record(stream)
-        except BaseException:
-            # It is unknown when they have been read. They are not used again, and stay until all work is done.
-            self._kept.append(buffers)
-            raise
-        with self._lock:
-            self._retired.add(stream, event, buffers)
-
-    def full(self, stream: int) -> bool:
-        """Whether the next upload to a stream has to wait."""
-        with self._lock:
-            if self._retired.count(stream) >= DEPTH or len(self._retired) > ASKED:
-                self._reclaim()
-            return self._retired.count(stream) >= DEPTH
-
-    def _make_room(self, stream: int) -> None:
-        while self.full(stream):
+        buffer = self.take(array.nbytes)
+        while buffer is None:
             with self._lock:
-                oldest = self._retired.oldest(stream) if self._retired.count(stream) else None
-            if oldest is not None:
-                self._events.synchronize(oldest)
+                events = [event for event, _ in self._retired]
+            for event in events[:1]:
+                self._events.synchronize(event)
+            buffer = self.take(array.nbytes)
+        recorded = False
+        buffer.memory[: array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        try:
+            if host:
+                address = buffer.address
+            else:
+                buffer.near = self._buffers.near(array.nbytes)
+                address = int(buffer.near.ptr)
+                with self._calls("cudaMemcpyAsync") as runtime:
+                    runtime.memcpyAsync(address, buffer.memory.ctypes.data, array.nbytes, runtime.memcpyDefault, stream)
+            try:
+                yield address
+            finally:
+                self._events.record_again(buffer.event, stream)
+                recorded = True
+        finally:
+            self.retire(buffer, stream, recorded)
 
     def _reclaim(self) -> None:
         """The caller holds the lock."""
-        for _ in self._retired.reclaim():
-            pass
+        for buffer in self._retired.reclaim():
+            buffer.near = None
+            size = buffer.memory.nbytes
+            self._bytes -= size
+            self._free.setdefault(size, []).append(buffer)
 
     @property
     def in_flight(self) -> int:
@@ -136,6 +190,7 @@ class Uploads:
         """Forget all of them. Nothing that reads them may be pending."""
         with self._lock:
             self._retired.clear()
+            self._free.clear()
             self._kept.clear()
 
 
@@ -148,17 +203,21 @@ _HOST_NATIVE_ATOMICS = 86
 
 class CudaLauncher:
     """A ``launches.Launcher`` for one GPU. ``cupy`` is that package. ``thread_blocks``: those of kernels that cross the
-    link to the host, 0 for as many as its kind needs. Thread-safe."""
+    link to the host, 0 for as many as its kind needs. Thread-safe.
+
+    It launches by ``native`` where the driver's functions have addresses, else through CuPy.
+    """
 
     def __init__(
         self, cupy: Any, calls: RuntimeCalls, events: EventPool, buffers: Buffers, thread_blocks: int = 0
     ) -> None:
         self._cupy, self._calls = cupy, calls
         self._lock = threading.Lock()
-        self._kernels: dict[tuple[str, str], Any] = {}
+        self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
+        """Kernels of CuPy, and their handles on this GPU."""
         # Streams for CuPy, made of their numbers only.
         self._on = lru_cache(256)(lambda handle: cupy.cuda.Stream.from_external(Stream(handle)))
-        self.uploads = Uploads(calls, events, buffers, self.own_address)
+        self._events, self.uploads = events, Uploads(calls, events, buffers, self.own_address)
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))
             chips = runtime.deviceGetAttribute(_HOST_NATIVE_ATOMICS, calls.index)
@@ -166,7 +225,9 @@ class CudaLauncher:
             self.same_addresses = bool(
                 runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, calls.index)
             )
+        self._driver = native.find_functions(calls.driver, calls.context)
         self.grid = Grid(multiprocessors, thread_blocks or (CHIP_THREAD_BLOCKS if chips else BUS_THREAD_BLOCKS))
+        self._most = [self.grid.thread_blocks(1 << 30, host) for host in (False, True)]
 
     def stream(self, stream: Any, captured: bool) -> int:
         """See ``launches.Launcher``."""
@@ -177,11 +238,75 @@ class CudaLauncher:
     def launch(self, launch: Launch, stream: int) -> None:
         """See ``launches.Launcher``. Raises DeviceError, even if the source cannot be compiled."""
         self.load(launch.source, launch.kernel)
+        kernel, handle = self._kernels[launch.source, launch.kernel]
+        if self._driver is not None:
+            where = launch.thread_blocks, launch.threads, launch.record.ctypes.data, stream
+            self._check(native.launch(self._driver, handle, *where))
+            return
         with self._calls(launch.kernel):
             # CuPy passes a NumPy array of one element by value. It takes longer for one with fields.
             record = launch.record.view(_void(launch.record.itemsize))
-            kernel = self._kernels[launch.source, launch.kernel]
             kernel((launch.thread_blocks,), (launch.threads,), (record,), stream=self._on(stream))
+
+    def _check(self, result: int) -> None:
+        """Raise what a result of ``native`` means: DeviceError, MemoryError."""
+        if result:
+            function, status = native.failure(result)
+            with self._calls(function) as runtime:
+                runtime.check_status(status)
+
+    def copy_blocks(self, cutter: Cutter, copy_ops: Int64s, bulk: bool, host: bool, stream: int) -> bool:
+        """Copy blocks whose bytes are whole words by a kernel: by copy units if ``bulk``. ``host``: they cross the
+        link. Returns False, with nothing enqueued, where too many rows are unread. Raises DeviceError, MemoryError."""
+        room, how = cutter.room(len(copy_ops)), (bulk, host, stream)
+        return self._copy(native.copy_blocks, (copy_ops, cutter.vector), partial(cutter.tabulate, copy_ops), room, *how)
+
+    def copy_fragments(self, fragments: Int64s, words: int | None, bulk: bool, host: bool, stream: int) -> bool:
+        """Likewise for fragments. ``words``: as in ``measured``, where that is known."""
+        size, how = table_size(fragments, words), (bulk, host, stream)
+        table = partial(tabulate, fragments, size)
+        return self._copy(native.copy_fragments, (fragments, size[0]), table, size[1], *how)
+
+    def _copy(
+        self,
+        call: Callable[..., int],
+        inputs: tuple[Any, ...],
+        table: Callable[..., FragmentTable],
+        room: int,
+        bulk: bool,
+        host: bool,
+        stream: int,
+    ) -> bool:
+        """Copy ``room`` rows or fewer. ``table`` makes them without ``native``."""
+        buffer = self.uploads.take(ROW_BYTES * room)
+        if buffer is None:
+            return False
+        recorded = False
+        try:
+            if self._driver is None:
+                rows = buffer.memory[: ROW_BYTES * room].view(np.int64).reshape(room, 4)
+                try:
+                    self._launch_rows(table(rows=rows), buffer.address, bulk, host, stream)
+                finally:
+                    self._events.record_again(buffer.event, stream)
+                    recorded = True
+            else:
+                crooked = self._kernels[COPY_FRAGMENTS][1], THREADS
+                whole = (self._kernels[BULK_FRAGMENTS][1], WARP) if bulk else crooked
+                place = buffer.address, room, stream, buffer.event.handle, self._most[host]
+                to = np.array([*place, *whole, *crooked, 0], np.int64)
+                result = call(self._driver, to, *inputs)
+                recorded = bool(to[native.RECORDED])
+                self._check(result)
+        finally:
+            self.uploads.retire(buffer, stream, recorded)
+        return True
+
+    def _launch_rows(self, table: FragmentTable, rows: int, bulk: bool, host: bool, stream: int) -> None:
+        """What ``native`` does, through CuPy."""
+        bulk = bulk and table.in_words
+        for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=self.grid, bulk=bulk):
+            self.launch(launch, stream)
 
     def load(self, source: str, kernel: str) -> None:
         """Compile a kernel and load it completely. A driver that loads late may wait for the whole GPU at the first
@@ -203,12 +328,12 @@ class CudaLauncher:
             except Exception as error:  # The compiler and the loader have errors of their own.
                 raise DeviceError(f"{source} cannot be compiled: {type(error).__name__}: {error}") from error
 
-    def _compile(self, source: str, kernel: str) -> Any:
+    def _compile(self, source: str, kernel: str) -> tuple[Any, int]:
         with self._calls(source, unsafe=True):
             module = self._cupy.RawModule(code=kernel_source(source, kernel), options=OPTIONS)
             function = module.get_function(kernel)
             function.num_regs  # noqa: B018  # An attribute of a kernel is known when it is loaded.
-            return function
+            return function, int(function.kernel.ptr)
 
     def try_load(self, source: str, kernel: str) -> bool:
         """``load`` for a kernel that is not essential. Returns False, with a warning, if it cannot be loaded."""

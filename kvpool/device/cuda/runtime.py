@@ -9,8 +9,8 @@ import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -130,6 +130,12 @@ class Driver:
         self._attribute = _function(driver, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
         self._query = _function(driver, "cuEventQuery", _pointer)
         self._exchange = _function(driver, "cuThreadExchangeStreamCaptureMode", _pointer)
+        self._library = driver
+
+    def addresses(self, names: Collection[str]) -> list[int] | None:
+        """Where these functions are. None if the driver lacks one."""
+        functions: list[Any] = [getattr(self._library, name, None) for name in names]
+        return None if None in functions else [ctypes.cast(function, _pointer).value or 0 for function in functions]
 
     def primary_context(self, index: int) -> tuple[int, int | None]:
         """The context that the runtime uses on a GPU. It is created if it does not exist. It is kept until the process
@@ -459,16 +465,27 @@ class EventPool:
 
     def record(self, stream: int) -> CudaEvent:
         """Record an event after everything enqueued on a stream so far."""
-        with self._calls("cudaEventRecord") as runtime:
-            try:
-                inner = self.free.popleft()
-            except IndexError:
+        with self._calls("cudaEventRecord"):
+            event = self.take()
+            self.record_again(event, stream)
+            return event
+
+    def take(self) -> CudaEvent:
+        """An event that is not recorded yet."""
+        try:
+            inner = self.free.popleft()
+        except IndexError:
+            with self._calls("cudaEventCreate", unsafe=True):
                 # A thread that waits for an event, for a reader or a loader, leaves its processor to others.
                 inner = self._make(block=True, disable_timing=True)
                 self._made.add(inner)
-            event = CudaEvent(inner, self)
+        return CudaEvent(inner, self)
+
+    def record_again(self, event: CudaEvent, stream: int) -> None:
+        """Record an event that nothing waits for any more."""
+        event.done = False
+        with self._calls("cudaEventRecord") as runtime:
             runtime.eventRecord(event.handle, stream)
-            return event
 
     def wait(self, stream: int, event: CudaEvent) -> None:
         """Have a stream wait for an event."""
@@ -511,12 +528,31 @@ def _let_go(calls: RuntimeCalls, free: deque[Any], made: set[Any]) -> None:
         _destroy(calls, free, made)
 
 
+class _WorkOn:
+    """The context manager of ``UsedStreams.work``. It is a class because a generator would cost more."""
+
+    __slots__ = ("_stream", "_streams")
+
+    def __init__(self, streams: UsedStreams, stream: Stream) -> None:
+        self._streams, self._stream = streams, stream
+
+    def __enter__(self) -> int:
+        return self._streams.handle(self._stream)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._stream.handle in self._streams.own_handles:
+            return
+        with suppress(DeviceError) if kind else nullcontext():
+            self._streams.record(self._stream)
+
+
 class UsedStreams:
     """The streams on which a device enqueues: its ``own``, and those that calls have named. One thread at a time
     creates streams and enqueues; any thread may call ``synchronize``."""
 
     def __init__(self, calls: RuntimeCalls, events: EventPool) -> None:
         self.own: list[Stream] = []
+        self.own_handles: set[int] = set()
         self._calls, self._events = calls, events
         self._used: dict[int, tuple[Stream, CudaEvent | None]] = {}
         """The streams of callers, each with the last event after work of the device's."""
@@ -528,10 +564,13 @@ class UsedStreams:
         with self._calls("cudaStreamCreateWithPriority", unsafe=True) as runtime:
             handle = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority))
         self.own.append(Stream(handle, name))
+        self.own_handles.add(handle)
         return self.own[-1]
 
     def handle(self, stream: Stream) -> int:
         """The handle of a stream, for work. ``synchronize`` waits for it from now on, until it is known to be idle."""
+        if stream.handle in self.own_handles:
+            return stream.handle
         stream = own_name(stream)
         if stream.handle not in self._used:
             if len(self._used) >= _STREAMS_KEPT:
@@ -540,24 +579,17 @@ class UsedStreams:
             self._used[stream.handle] = stream, None
         return stream.handle
 
-    @contextmanager
-    def work(self, stream: Stream) -> Iterator[int]:
-        """The handle of a stream, for work that is enqueued inside the context. On streams of callers an event
-        follows it, which shows when the work is done, even if the stream is destroyed before. Raises DeviceError."""
-        handle = self.handle(stream)
-        with self._calls("work"):
-            try:
-                yield handle
-            except BaseException:
-                with suppress(DeviceError):
-                    self.record(stream)
-                raise
-            if stream not in self.own:
-                self.record(stream)
+    def work(self, stream: Stream) -> _WorkOn:
+        """A context manager that gives the handle of a stream, for work that is enqueued inside the context. On streams
+        of callers an event follows it, which shows when the work is done, even if the stream is destroyed before.
+        Raises DeviceError."""
+        return _WorkOn(self, stream)
 
     def record(self, stream: Stream) -> CudaEvent:
         """An event of a stream. Raises DeviceError, StreamGone."""
         handle = self.handle(stream)
+        if handle in self.own_handles:
+            return self._events.record(handle)
         try:
             event = self._events.record(handle)
         except DeviceError as error:

@@ -1,0 +1,183 @@
+"""Launches by machine code: rows, launch and event in one jitted call that needs no interpreter.
+
+There are two ways of launching. This one calls the driver's functions by their addresses, and takes microseconds.
+``CupyLaunches`` in ``launcher`` does the same through CuPy, step by step: it is the one to read, and the one in use
+where the driver's functions cannot be had. CuPy compiles and owns the kernels and the events of both; here they are
+handles. Tests run each test of a copy by both.
+
+Numba calls pointers of ctypes too, but keeps no such function on disk. ``call_c`` takes the address as a number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.base import BaseContext
+from numba.core.typing import Context, Signature
+
+from kvpool.common.arrays import Int64s
+from kvpool.common.jit import intrinsic, jit
+from kvpool.common.jit.intrinsics import array_at
+from kvpool.device.cuda.runtime import Driver
+from kvpool.device.fragments import UNIT, tabulate_blocks, tabulate_fragments
+from kvpool.device.launches import COUNT_MAX, PIECE_WORDS, ROW_BYTES, WARP
+
+FUNCTIONS = ("cuLaunchKernel", "cuEventRecord", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+LAUNCH, RECORD, CURRENT, PUSH, POP, CONTEXT = range(6)
+"""The entries of ``driver``: the addresses of ``FUNCTIONS``, and the context of the GPU."""
+ROWS, ROOM, STREAM, EVENT, MOST, WHOLE, WHOLE_THREADS, CROOKED, CROOKED_THREADS, RECORDED = range(10)
+"""The entries of ``to``: where the rows go, and how many fit; the handles of stream and event; the most thread blocks;
+the kernels of whole words and of other bytes, with the threads of a block. The last one is an answer."""
+_FUNCTION_BITS = 3
+_FRAME_WORDS = 4
+
+
+def _plain_call(address: int, arguments: tuple[int, ...]) -> int:
+    return int(ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * len(arguments))(address)(*map(int, arguments)))
+
+
+@intrinsic(_plain_call)
+def call_c(typingctx: Context, address: types.Type, arguments: types.Type) -> Any:
+    """Call a function of C, by its address, with a tuple of integers. Returns its int.
+
+    Each argument is passed as 64 bits. The calling conventions of 64-bit systems leave the upper half of a narrower
+    integer open.
+    """
+
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
+        word = ir.IntType(64)
+        kinds = tuple(signature.args[1])
+        values = cgutils.unpack_tuple(builder, args[1], len(kinds))
+        words = [context.cast(builder, value, kind, types.int64) for value, kind in zip(values, kinds, strict=True)]
+        function = builder.inttoptr(args[0], ir.FunctionType(ir.IntType(32), [word] * len(words)).as_pointer())
+        return builder.sext(builder.call(function, words), word)
+
+    return types.int64(types.int64, arguments), codegen
+
+
+_frames: deque[Any] = deque(maxlen=64)
+"""Those of the interpreter."""
+
+
+def _plain_frame() -> int:
+    _frames.append((ctypes.c_int64 * _FRAME_WORDS)())
+    return ctypes.addressof(_frames[-1])
+
+
+@intrinsic(_plain_frame)
+def frame(typingctx: Context) -> Any:
+    """The address of some words of the calling function's frame, for what functions of C read and write."""
+
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
+        words = cgutils.alloca_once(builder, ir.IntType(64), size=_FRAME_WORDS)
+        return builder.ptrtoint(words, ir.IntType(64))
+
+    return types.int64(), codegen
+
+
+@jit
+def _failed(status: int, function: int) -> int:
+    """What a function of this module returns if a function of the driver has failed; 0 if it has not."""
+    return status << _FUNCTION_BITS | function if status else 0
+
+
+@jit
+def _enter(driver: Int64s) -> tuple[int, bool]:
+    """Make the context current, unless it is. Returns 0 or what has failed, and whether ``_leave`` has to undo it."""
+    place = frame()
+    current = array_at(place, (1,), np.int64)
+    current[0] = 0
+    status = call_c(driver[CURRENT], (place,))
+    if status:
+        return _failed(status, CURRENT), False
+    if current[0] == driver[CONTEXT]:
+        return 0, False
+    status = call_c(driver[PUSH], (driver[CONTEXT],))
+    return _failed(status, PUSH), status == 0
+
+
+@jit
+def _leave(driver: Int64s, pushed: bool) -> None:
+    if pushed:
+        call_c(driver[POP], (frame(),))
+
+
+@jit
+def _launch(driver: Int64s, function: int, blocks: int, threads: int, record: int, stream: int) -> int:
+    """Launch a kernel whose only argument is at ``record``."""
+    arguments = frame()
+    array_at(arguments, (1,), np.int64)[0] = record
+    one, none = np.int64(1), np.int64(0)
+    status = call_c(driver[LAUNCH], (function, blocks, one, one, threads, one, one, none, stream, arguments, none))
+    return _failed(status, LAUNCH)
+
+
+@jit
+def launch(driver: Int64s, function: int, blocks: int, threads: int, record: int, stream: int) -> int:
+    """``_launch``, in the context of the GPU."""
+    failed, pushed = _enter(driver)
+    if not failed:
+        failed = _launch(driver, function, blocks, threads, record, stream)
+    _leave(driver, pushed)
+    return failed
+
+
+@jit
+def _copy_rows(driver: Int64s, to: Int64s, count: int, words: int, function: int, threads: int) -> int:
+    """Launch the copies of ``count`` rows, the longest of ``words``, and record the event behind them. Returns 0 or
+    what has failed."""
+    record_at = frame()
+    record = array_at(record_at, (3,), np.int64)
+    failed, pushed = _enter(driver)
+    if not failed:
+        record[2] = (words + PIECE_WORDS - 1) // PIECE_WORDS
+        each = max(1, COUNT_MAX // max(1, record[2]))
+        first = 0
+        while first < count and not failed:
+            record[0] = to[ROWS] + first * ROW_BYTES
+            record[1] = min(each, count - first)
+            needed = (record[1] * record[2] * WARP + threads - 1) // threads
+            failed = _launch(driver, function, max(1, min(needed, to[MOST])), threads, record_at, to[STREAM])
+            first += each
+        # Of several launches, some may have been made before one failed.
+        status = call_c(driver[RECORD], (to[EVENT], to[STREAM]))
+        to[RECORDED] = status == 0
+        failed = failed if failed else _failed(status, RECORD)
+    _leave(driver, pushed)
+    return failed
+
+
+@jit
+def copy_blocks(driver: Int64s, to: Int64s, copy_ops: Int64s, vector: Int64s) -> int:
+    """Write the rows of copy ops whose bytes are whole words, by the vector of a plan, and launch their copies. ``to``
+    has the numbers of ``Target``. Returns 0 or what has failed."""
+    count, words = tabulate_blocks(copy_ops, vector, array_at(to[ROWS], (to[ROOM], 4), np.int64))
+    return _copy_rows(driver, to, count, words, to[WHOLE], to[WHOLE_THREADS])
+
+
+@jit
+def copy_fragments(driver: Int64s, to: Int64s, fragments: Int64s, words_max: int) -> int:
+    """``copy_blocks`` for fragments, in rows of at most ``words_max`` words."""
+    rows = array_at(to[ROWS], (to[ROOM], 4), np.int64)
+    count, words, bits = tabulate_fragments(fragments, words_max, rows)
+    if bits % UNIT:
+        return _copy_rows(driver, to, count, words, to[CROOKED], to[CROOKED_THREADS])
+    return _copy_rows(driver, to, count, words, to[WHOLE], to[WHOLE_THREADS])
+
+
+def find_functions(driver: Driver, context: int | None) -> Int64s | None:
+    """What the functions of this module take as ``driver``. None if the driver lacks one."""
+    addresses = driver.addresses(FUNCTIONS)
+    return None if addresses is None or context is None else np.array([*addresses, context], np.int64)
+
+
+def failure(result: int) -> tuple[str, int]:
+    """The function of the driver that a result other than 0 is of, and its CUresult."""
+    return FUNCTIONS[result & (1 << _FUNCTION_BITS) - 1], result >> _FUNCTION_BITS

@@ -1,0 +1,187 @@
+"""Launches by machine code, on a driver of functions in Python: what it is told, what fails, and that it does as the
+way through CuPy does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.device import CpuDevice
+from kvpool.device.copy_plan import make_plan
+from kvpool.device.cuda import native
+from kvpool.device.cuda.runtime import Driver
+from kvpool.device.fragments import Cutter, FragmentTable, table_size, tabulate
+from kvpool.device.launches import THREADS, WARP, Grid, Launch, fragment_copies
+from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools, random_moves
+from tests.kernels.test_copy_fragments import random_fragments
+
+GRID, CONTEXT, STREAM, EVENT, COPY, BULK = Grid(2), 0x1000, 0x70, 0x60, 0x50, 0x40
+MOST = GRID.thread_blocks(1 << 30, host=True)
+
+
+class Functions:
+    """The driver. It notes its calls; a call at one of the places in ``failing`` does nothing and returns a status."""
+
+    def __init__(self, current: int = CONTEXT, failing: dict[int, int] | None = None) -> None:
+        self.calls: list[str] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.contexts, self.failing = [current], failing or {}
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 11)
+        self.functions = {name: kind(self._function(name)) for name in native.FUNCTIONS}
+
+    def _function(self, name: str) -> Callable[..., int]:
+        def call(*arguments: int) -> int:
+            self.calls.append(name)
+            status = self.failing.get(len(self.calls) - 1, 0)
+            if not status:
+                getattr(self, name)(*arguments)
+            return status
+
+        return call
+
+    def cuCtxGetCurrent(self, place: int, *rest: int) -> None:
+        ctypes.c_int64.from_address(place).value = self.contexts[-1]
+
+    def cuCtxPushCurrent_v2(self, context: int, *rest: int) -> None:
+        self.contexts.append(context)
+
+    def cuCtxPopCurrent_v2(self, place: int, *rest: int) -> None:
+        self.contexts.pop()
+
+    def cuEventRecord(self, event: int, stream: int, *rest: int) -> None:
+        assert (event, stream) == (EVENT, STREAM)
+
+    def cuLaunchKernel(self, *arguments: int) -> None:
+        assert self.contexts[-1] == CONTEXT
+        function, *grid, shared, stream, parameters, extra = arguments
+        # The arguments are ints of 32 bits; the others are pointers.
+        blocks, y, z, threads, v, w = (number & 0xFFFFFFFF for number in grid)
+        assert (y, z, v, w, shared & 0xFFFFFFFF, stream, extra) == (1, 1, 1, 1, 0, STREAM, 0)
+        record = ctypes.c_int64.from_address(parameters).value
+        self.launches.append((function, blocks, threads, ctypes.string_at(record, 24)))
+
+    def addresses(self, names: Any) -> list[int]:
+        return [ctypes.cast(self.functions[name], ctypes.c_void_p).value or 0 for name in names]
+
+    def found(self) -> Any:
+        return native.find_functions(self, CONTEXT)  # type: ignore[arg-type]
+
+
+def target(rows: np.ndarray, bulk: bool = False) -> np.ndarray:
+    whole = (BULK, WARP) if bulk else (COPY, THREADS)
+    numbers = rows.ctypes.data, len(rows), STREAM, EVENT, MOST, *whole, COPY, THREADS, 0
+    return np.array(numbers, np.int64)
+
+
+def expected(table: FragmentTable, address: int, bulk: bool) -> list[tuple[Any, ...]]:
+    """What the way through CuPy launches."""
+
+    def seen(launch: Launch) -> tuple[Any, ...]:
+        handle = BULK if launch.kernel == "bulk_fragments" else COPY
+        return handle, launch.thread_blocks, launch.threads, launch.record.tobytes()
+
+    bulk = bulk and table.in_words
+    return [*map(seen, fragment_copies(address, len(table.rows), table.words, host=True, grid=GRID, bulk=bulk))]
+
+
+def cutter_and_moves(seed: int) -> tuple[Cutter, np.ndarray]:
+    layout = BlockLayout(2, 2, 16, 8, dtype="uint8", tokens="HND" if seed % 2 else "NHD")
+    pools = make_pools(CpuDevice(), layout)
+    plan = make_plan(layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
+    return Cutter(plan, np.array([[0, 1, 1]])), random_moves(layout, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_launched_as_cupy_does_it(seed: int, bulk: bool) -> None:
+    (cutter, moves), functions = cutter_and_moves(seed), Functions()
+    rows = np.zeros((cutter.room(len(moves)), 4), np.int64)
+    to = target(rows, bulk)
+    assert cutter.in_words and native.copy_blocks(functions.found(), to, moves, cutter.vector) == 0
+    table = cutter.tabulate(moves)
+    np.testing.assert_array_equal(rows[: len(table.rows)], table.rows)
+    assert functions.launches == expected(table, rows.ctypes.data, bulk) and to[native.RECORDED]
+    assert functions.calls == ["cuCtxGetCurrent", *["cuLaunchKernel"] * len(functions.launches), "cuEventRecord"]
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("unit", [1, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_fragments_are_launched_as_cupy_does_it(seed: int, unit: int, bulk: bool) -> None:
+    _, fragments = random_fragments(np.random.default_rng(seed), 40, 9000, unit)
+    functions, (words_max, room) = Functions(), table_size(fragments)
+    rows = np.zeros((room, 4), np.int64)
+    assert native.copy_fragments(functions.found(), target(rows, bulk), fragments, words_max) == 0
+    table = tabulate(fragments)
+    assert table.in_words == (unit == 16)
+    np.testing.assert_array_equal(rows[: len(table.rows)], table.rows)
+    assert functions.launches == expected(table, rows.ctypes.data, bulk)
+
+
+def test_rows_that_no_launch_counts_are_several_launches_and_a_failed_one_is_the_last() -> None:
+    huge = np.array([[i << 40, i << 40 | 1 << 39, 1 << 29] for i in range(1, 17385)])
+    words_max, room = table_size(huge)
+    rows = np.zeros((room, 4), np.int64)
+    functions = Functions()
+    assert native.copy_fragments(functions.found(), target(rows), huge, words_max) == 0
+    assert functions.launches == expected(tabulate(huge), rows.ctypes.data, False)
+    assert len(functions.launches) == 2, "more pieces than 2**31"
+    for place in (1, 2):
+        functions, to = Functions(failing={place: 700}), target(rows)
+        assert native.failure(native.copy_fragments(functions.found(), to, huge, words_max)) == ("cuLaunchKernel", 700)
+        # The rows are free when the event is complete, since the first launch may read them.
+        assert to[native.RECORDED] and functions.calls[-1] == "cuEventRecord"
+        assert functions.calls.count("cuLaunchKernel") == place
+
+
+@pytest.mark.parametrize("status", [1, 2, 201, 700, 999])
+@pytest.mark.parametrize(
+    ("current", "place", "name", "recorded"),
+    [
+        (CONTEXT, 0, "cuCtxGetCurrent", False),
+        (0x2000, 1, "cuCtxPushCurrent_v2", False),
+        (CONTEXT, 1, "cuLaunchKernel", True),
+        (0x2000, 2, "cuLaunchKernel", True),
+        (CONTEXT, 2, "cuEventRecord", False),
+    ],
+)
+def test_a_call_that_fails_is_named_with_its_status_and_leaves_the_context(
+    status: int, current: int, place: int, name: str, recorded: bool
+) -> None:
+    (cutter, moves), functions = cutter_and_moves(0), Functions(current, {place: status})
+    to = target(np.zeros((cutter.room(len(moves)), 4), np.int64))
+    result = native.copy_blocks(functions.found(), to, moves, cutter.vector)
+    assert native.failure(result) == (name, status) and bool(to[native.RECORDED]) == recorded
+    assert functions.contexts == [current]
+
+
+@pytest.mark.parametrize("current", [CONTEXT, 0, 0x2000])
+def test_another_context_is_current_again_afterwards(current: int) -> None:
+    functions, record = Functions(current), np.arange(4)
+    assert native.launch(functions.found(), COPY, 3, 64, record.ctypes.data, STREAM) == 0
+    assert functions.launches == [(COPY, 3, 64, record.tobytes()[:24])] and functions.contexts == [current]
+    pushed = [] if current == CONTEXT else ["cuCtxPushCurrent_v2"]
+    popped = [] if current == CONTEXT else ["cuCtxPopCurrent_v2"]
+    assert functions.calls == ["cuCtxGetCurrent", *pushed, "cuLaunchKernel", *popped]
+
+
+def test_a_driver_that_lacks_a_function_has_no_addresses() -> None:
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    assert native.find_functions(Driver(missing), CONTEXT) is None
+    assert native.find_functions(Functions(), None) is None  # type: ignore[arg-type]
+
+
+def test_the_functions_of_a_launch_are_kept_on_disk() -> None:
+    """A pointer of ctypes in them would keep them from it."""
+    for function in (native.launch, native.copy_blocks, native.copy_fragments):
+        stem = getattr(function, "stem", None)
+        if stem is None:
+            pytest.skip("jitted functions run in the interpreter")
+        assert " at 0x" not in stem()
