@@ -1,8 +1,8 @@
 """The safety contract: what a Python exception that comes at any line leaves of a change.
 
 ``Changes`` deals with exceptions of signal handlers, such as the KeyboardInterrupt of Ctrl-C, and with those of calls
-that a destructor makes inside another call. ``LockHold`` holds the lock over several calls. A pool is
-built on them; rooms outside the core may defer signals instead (``interrupt``).
+that a destructor makes inside another call. ``LockHold`` holds the lock over several calls. Pools and host caches are
+built on them.
 """
 
 from __future__ import annotations

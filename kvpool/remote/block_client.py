@@ -16,7 +16,6 @@ import zmq
 from kvpool.common.arguments import priority_argument, text_argument
 from kvpool.common.arrays import Bools, Int64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
@@ -285,22 +284,21 @@ class BlockClient(Closing):
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
         """Allow one call at a time. A call that fails leaves no connection."""
         self._process.check(self)
-        taken = False
+        taken: list[bool] = []
         try:
-            # A handler that raises right behind it finds that it was taken.
-            with DeferSignals():
-                taken = self._busy.acquire(blocking=False)
-            if not taken:
+            # Taken and noted by one call of C, in which no handler runs: what is taken is released below.
+            taken.extend(map(self._busy.acquire, (False,)))
+            if not any(taken):
                 raise RuntimeError("another thread is inside a call of this client: give each thread its own")
             if self._context is None and not closing:
                 raise ValueError("the client is closed")
             yield
         except BaseException:
-            if taken:
+            if any(taken):
                 self._disconnect()
             raise
         finally:
-            if taken:
+            if any(taken):
                 self._busy.release()
 
     def _disconnect(self) -> None:

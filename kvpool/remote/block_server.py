@@ -176,7 +176,7 @@ class BlockServer(Closing):
 
     @property
     def closed(self) -> bool:
-        return self._server.stopping.is_set()
+        return self._server.stopping
 
     def close(self, linger_ms: int = 1000) -> None:
         """Stop serving. Transfers have ``linger_ms`` to be released. Then all clients are disconnected and all blocks

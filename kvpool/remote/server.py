@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import zmq
 
 from kvpool.common.arrays.digest import check_library
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Process
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.listener import ServerDoor, binding
@@ -117,7 +116,7 @@ class Server:
         self._clients: dict[bytes, ClientSession] = {}
         self._posted = deque[Callable[[], object]]()
         self.counts = Counts()
-        self.stopping = threading.Event()
+        self.stopping = False
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvpool-server", daemon=True)
         self._context: zmq.Context[Any] | None = new_context()
@@ -163,9 +162,9 @@ class Server:
 
     def close(self) -> None:
         """Disconnect all clients, wait for the thread, and free what it had. May be called again."""
-        with DeferSignals():
-            self.stopping.set()
-            self.post(_nothing)
+        # In this order: if an exception of a handler comes in between, another ``close`` wakes the thread.
+        self.stopping = True
+        self.post(_nothing)
         if self._thread.ident is not None:
             self._thread.join()
         with self._closing:
@@ -217,7 +216,7 @@ class Server:
         for source in (self._zap, self._bell, self.connections.events):
             poller.register(source, zmq.POLLIN)
         try:
-            while not self.stopping.is_set():
+            while not self.stopping:
                 poller.register(self._socket, zmq.POLLIN if self._backend.has_room() else 0)
                 ready = dict(poller.poll(self._backend.turn()))
                 self._note_ends(self.connections.poll())
@@ -231,7 +230,7 @@ class Server:
                     self._read()
             self._backend.disconnect()
         finally:
-            self.stopping.set()
+            self.stopping = True
             self._close_sockets()
             self._backend.disconnected()
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -217,52 +215,3 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
             in_child(lambda: refuses(*calls))
             gate.open()
             assert job.wait(600) and prefetch.wait(600)
-
-
-def test_a_signal_of_the_parent_is_not_delivered_in_a_child() -> None:
-    """As if another thread forked while the main thread defers signals."""
-    from kvpool.common.interrupt import DeferSignals
-
-    seen: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
-
-    def child() -> None:
-        with DeferSignals():
-            pass
-        assert not seen
-
-    try:
-        with DeferSignals():
-            signal.raise_signal(signal.SIGUSR1)
-            in_child(child)
-        assert seen == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_call_in_which_a_handler_forks_ends_in_the_child_too(raises: bool) -> None:
-    """A handler runs inside a call if it is younger than the call's last look at all signals."""
-    from kvpool.common.interrupt import DeferSignals
-
-    undone: list[bool] = []
-
-    def call() -> int:
-        with DeferSignals() as deferred:
-            deferred.undo = lambda: undone.append(True)
-            child = os.fork()
-            with DeferSignals():
-                pass
-            if raises and not child:
-                raise KeyError
-            return child
-
-    def both() -> None:
-        try:
-            child = call()
-        except KeyError:
-            assert undone == [True]
-        else:
-            assert not undone and (not child or not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    in_child(both)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import PoolClosed
+from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device.base import NULL_STREAM, DeviceEvent
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import ALL_LAYERS, Region, Regions
@@ -524,3 +524,30 @@ def test_memory_of_every_part_is_poison_when_it_has_been_freed() -> None:
     pools.close()
     assert len(memory) == 10 and all((pool == 0xA5).all() for pool in memory)
     sim.close()
+
+
+def test_a_handler_that_raises_inside_a_call_closes_the_device_and_keeps_no_lock() -> None:
+    """Nobody knows how far the schedule and the shadow are then."""
+    device = SimDevice(0)
+    memory = device.allocate(64, "host")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        device.launch(7, interrupted)
+        device.synchronize()
+    for call in (lambda: device.launch(7, print), device.synchronize, lambda: device.record(NULL_STREAM)):
+        with pytest.raises(DeviceError, match="in doubt") as error:
+            at_once(lambda call: call(), [call])  # No lock is held.
+        assert error.value.sticky
+    device.free(memory)
+    device.close()
+
+
+def test_a_refused_call_leaves_the_device_open(sim: Open) -> None:
+    device, _ = sim()
+    with pytest.raises(ValueError, match="not freed before"):
+        device.free(np.zeros(4, np.uint8))
+    device.launch(7, lambda: None)
+    device.synchronize()

@@ -283,13 +283,12 @@ def test_control_c_prints_the_plan_so_far(
     record = Surveyor._record
 
     def interrupted(self: Surveyor, request: Any) -> None:
+        record(self, request)
         if request.index == 3:
             signal.raise_signal(signal.SIGINT)
-        record(self, request)
 
     monkeypatch.setattr(Surveyor, "_record", interrupted)
     plan = plan_of(capsys, trace, status=130)
-    # The request that was under way is taken whole.
     assert plan["interrupted"] and plan["requests"] == 4 and "interrupted after 4 requests" in plan["trace"]
 
 

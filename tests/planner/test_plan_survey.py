@@ -3,8 +3,12 @@ error."""
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,6 +23,9 @@ from kvpool.tools.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor, c
 from kvpool.tools.replay import Replay, ReplayConfig, Trace, read_trace, stream_trace, synthetic
 from kvpool.tools.replay.content import Request
 from tests import data
+from tests.exact import At
+
+PLANNER = str(Path(stack_module.__file__).parent)
 
 NAMES: dict[tuple[Any, ...], int] = {}
 """A number for each prefix: for its namespace, or for the number of the prefix before it and the tokens of a block."""
@@ -107,6 +114,32 @@ def test_curve_of_tokens_is_that_of_an_lru_cache(size: int, seed: int) -> None:
 @pytest.mark.parametrize(("tokens_per_id", "size"), [(8, 4), (4, 8), (6, 4), (5, 7), (8, 8)])
 def test_curve_of_ids_is_that_of_an_lru_cache(tokens_per_id: int, size: int) -> None:
     assert_equals_lru(by_ids(4, tokens_per_id), size)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
+def test_an_exception_at_any_call_leaves_a_request_recorded_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_module, "_START", 1)  # Tables grow and are compacted all the time.
+    requests = native(5, 12)
+
+    def figures(k: int) -> tuple[At, list[object]]:
+        surveyor, at = Surveyor(2, keep=True), At(k, within=PLANNER)
+        for request in requests[:-2]:
+            surveyor.record(request)
+        at.run(partial(surveyor.record, requests[-2]))
+        for request in requests[surveyor.requests :]:
+            surveyor.record(request)
+        survey, uses = surveyor.survey(), [(use.blocks.tolist(), *use[2:]) for use in surveyor.uses]
+        curves = [curve.cumulative.tolist() for curve in (survey.curve, survey.uses)]
+        counts = (survey.requests, survey.prompt_tokens, survey.output_tokens, survey.prompt_blocks, survey.gaps)
+        return at, [curves, counts, uses, survey.runs.tolist(), survey.longest_blocks, survey.distinct_blocks]
+
+    _, expected = figures(1 << 30)
+    for k in itertools.count(1):
+        at, found = figures(k)
+        assert found == expected, at.where
+        if not at.reached:
+            break
+    assert k > 10
 
 
 def test_tables_that_grow_and_are_compacted_all_the_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,12 +76,9 @@ def at_line(number: int, change: Callable[[], None]) -> Iterator[list[int]]:
     count = [0]
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        # What holds signals back looks at all of them now and then, what compiles loads now and then, and a simulated
-        # device runs what was enqueued: no lines of the call.
+        # What compiles loads now and then, and a simulated device runs what was enqueued: no lines of the call.
         inside = frame.f_code.co_filename.removeprefix(FOLDER)
-        if inside == frame.f_code.co_filename or inside.startswith(
-            ("/common/interrupt.py", "/common/jit/", "/device/sim/")
-        ):
+        if inside == frame.f_code.co_filename or inside.startswith(("/common/jit/", "/device/sim/")):
             return None
         if event == "line":
             if count[0] == number:

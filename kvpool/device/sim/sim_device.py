@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from kvpool.common.arrays import Array, Int64s, Uint8s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import StridedArray
-from kvpool.common.errors import PoolClosed
-from kvpool.common.interrupt import DeferSignals
+from kvpool.common.changes import from_handler
+from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device.base import (
     BOUND_ALREADY,
     NOT_BOUND,
@@ -76,49 +76,25 @@ _FAIR_QUERIES = 16
 _VAIN_QUERIES = 100_000
 
 
-class EntryLock:
-    """A lock that code inside a call may not take again: where that would wait for itself, it is a RuntimeError.
+class _Inside:
+    """A call of a device that is running. A context manager that holds nothing, entered under the device's lock.
 
-    ``first`` is called each time the lock has been taken. Signal handlers wait until it is free.
+    Notes
+    -----
+    What a call changes in the schedule and in the shadow takes many steps. If an exception of a signal handler ends it
+    half-way, ``is_running`` stays true. Then nobody knows what the device has done, and its next call closes it.
     """
 
-    def __init__(self, first: Callable[[], None]) -> None:
-        self._lock, self._inside, self._first = threading.Lock(), 0, first
-        self._signals = DeferSignals()
+    def __init__(self) -> None:
+        self.is_running = False
 
     def __enter__(self) -> None:
-        if self._inside == threading.get_ident():
-            raise RuntimeError(
-                "this thread is inside a call of the device: a launched function may touch memory and nothing else"
-            )
-        self._take(blocking=True)
-
-    def _take(self, blocking: bool) -> bool:
-        """Take the lock. Returns whether it was free. ``__exit__`` releases what this has taken."""
-        signals = DeferSignals()
-        signals.__enter__()
-        if not self._lock.acquire(blocking=blocking):
-            signals.__exit__(None, None, None)
-            return False
-        self._inside, self._signals = threading.get_ident(), signals
-        try:
-            self._first()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return True
+        self.is_running = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signals, self._inside = self._signals, 0
-        self._lock.release()
-        signals.__exit__(kind, error, trace)
-
-    def pass_through(self) -> None:
-        """Take and release the lock, if it is free."""
-        if self._take(blocking=False):
-            self.__exit__(None, None, None)
+        self.is_running = error is not None and from_handler(error)
 
 
 class Gate:
@@ -140,9 +116,7 @@ class HostSpan:
         self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
-        with DeferSignals() as signals:
-            self._begin()
-            signals.undo = self._end
+        self._begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -172,6 +146,9 @@ class SimDevice(Device):
     Thread-safety: any thread may call anything at any time. A launched function may not call the device, which is
     locked while it runs. The waits of one thread count for all work that is enqueued later by any thread, and for its
     own ``host_access``. A ``query`` that was true for one thread counts for all threads.
+
+    If a signal handler raises inside a call, as that of Ctrl-C does, the device closes, and all later calls but
+    ``close`` raise DeviceError.
     """
 
     name = "sim"
@@ -205,7 +182,8 @@ class SimDevice(Device):
         self._accesses = self._vain = 0
         self._ended: deque[HostAccess] = deque()
         self._closed = False
-        self._lock = EntryLock(lambda: self._findings.settle(self._bound, self._ended))
+        self._own_lock = threading.RLock()
+        self._inside, self._in_doubt = _Inside(), False
         self._waits = Waits()
 
     def __repr__(self) -> str:
@@ -215,20 +193,39 @@ class SimDevice(Device):
     def closed(self) -> bool:
         return self._closed
 
-    @contextmanager
-    def _entered(self, query: bool = False) -> Iterator[None]:
-        """The lock of an open device. Memory is compared first, so that what runs now hides no write of the host."""
-        with self._lock:
-            if self._closed:
-                raise PoolClosed("the sim device is closed")
-            self._vain = self._vain + 1 if query else 0
-            self._findings.entered(self._bound)
-            yield
+    @property
+    def _lock(self) -> AbstractContextManager[Any]:
+        """The lock, a lock of C: see ``Changes``. Raises RuntimeError inside a call, which would wait for itself."""
+        if self._own_lock._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "this thread is inside a call of the device: a launched function may touch memory and nothing else"
+            )
+        return self._own_lock
+
+    def _settled(self) -> _Inside:
+        """What each call begins with, under the lock."""
+        if self._inside.is_running:
+            self._closed, self._in_doubt, self._bound = True, True, None
+            self._findings.freed.clear()
+        self._findings.settle(self._bound, self._ended)
+        return self._inside
+
+    def _entered(self, query: bool = False) -> _Inside:
+        """What each call of an open device begins with, under the lock. Memory is compared first, so that what runs now
+        hides no write of the host."""
+        inside = self._settled()
+        if self._in_doubt:
+            raise DeviceError("a signal handler has raised inside a call: the schedule is in doubt", sticky=True)
+        if self._closed:
+            raise PoolClosed("the sim device is closed")
+        self._vain = self._vain + 1 if query else 0
+        self._findings.entered(self._bound)
+        return inside
 
     # -- memory ----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Uint8s:
-        with self._entered():
+        with self._lock, self._entered():
             array = (allocate_shared if shared else allocate_ram)(nbytes)
             self._allocated[id(array)] = array, False
             return array
@@ -240,7 +237,7 @@ class SimDevice(Device):
         Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for
         memory that ``allocate`` did not return, or that was freed before.
         """
-        with self._lock:
+        with self._lock, self._settled():
             free_shared(array)
             _, lent = self._allocated.pop(id(array), (None, None))
             if self._closed:
@@ -260,7 +257,7 @@ class SimDevice(Device):
                 self._findings.freed.append((array, access))
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:
-        with self._entered():
+        with self._lock, self._entered():
             array = memory.host_view()
             self._allocated[id(array)] = array, True
             return array
@@ -271,7 +268,7 @@ class SimDevice(Device):
         return None if available is None else available // 2
 
     def bind(self, regions: Sequence[Region]) -> None:
-        with self._entered():
+        with self._lock, self._entered():
             if self._bound is not None:
                 raise ValueError(BOUND_ALREADY)
             self._bound = Shadow(Regions(regions))
@@ -320,7 +317,7 @@ class SimDevice(Device):
             call(stream)
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
-        with self._entered():
+        with self._lock, self._entered():
             return self._scheduler.create(name)
 
     def _queue(self, stream: Any) -> Queue:
@@ -330,7 +327,7 @@ class SimDevice(Device):
         return queue
 
     def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
-        with self._entered():
+        with self._lock, self._entered():
             bound = self._pool()
             copy_ops, queue = copy_ops.copy(), self._queue(stream)  # The caller may use its array again at once.
             if len(copy_ops):
@@ -347,7 +344,7 @@ class SimDevice(Device):
                 raise ValueError(f"stream: expected one that is being captured, got {stream!r:.80}")
             self._graphs[stream.handle].append(partial(self.enqueue, work))
             return
-        with self._entered():
+        with self._lock, self._entered():
             bound = self._pool()
             if isinstance(work, Fragments):
                 work = Fragments(work.rows.copy())  # The caller may use its array again at once.
@@ -389,7 +386,7 @@ class SimDevice(Device):
             named = {"reads": reads, "writes": writes, "loads": loads, "stores": stores, "layers": layers}
             graph.append(lambda on: self.launch(on, function, **named))
             return
-        with self._entered():
+        with self._lock, self._entered():
             self._launch("launch", stream, function, *self._rows(reads, writes, loads, stores), layers)
 
     def _launch(
@@ -439,7 +436,7 @@ class SimDevice(Device):
             self._findings.finished(self._bound, work.access)
 
     def record(self, stream: Stream) -> DeviceEvent:
-        with self._entered():
+        with self._lock, self._entered():
             queue = self._queue(stream)
             event = SimEvent(queue, call_site())
             self._scheduler.add(queue, event)
@@ -447,7 +444,7 @@ class SimDevice(Device):
             return event
 
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
-        with self._entered():
+        with self._lock, self._entered():
             recorded = self._event(event)
             queue = self._queue(stream)
             if recorded is not None:
@@ -459,7 +456,7 @@ class SimDevice(Device):
     def stall(self, stream: Any) -> Gate:
         """Hold back everything that is enqueued on ``stream`` after this call until the gate is opened, as if the
         stream were busy. Returns at once."""
-        with self._entered():
+        with self._lock, self._entered():
             queue = self._queue(stream)
             entry = Wait(Access("stall", queue.name, call_site()))
             self._scheduler.add(queue, entry)
@@ -467,7 +464,7 @@ class SimDevice(Device):
             return Gate(lambda: self._open(entry))
 
     def _open(self, entry: Wait) -> None:
-        with self._lock:
+        with self._lock, self._settled():
             entry.opened = True
             if not self._closed:
                 self._scheduler.settle()
@@ -478,7 +475,7 @@ class SimDevice(Device):
     def query(self, event: DeviceEvent) -> bool:
         """See ``Device.query``. Some queries take a step toward the event, so that a loop over ``query`` ends. Raises
         Deadlock in a loop that cannot end."""
-        with self._entered(query=True):
+        with self._lock, self._entered(query=True):
             recorded = self._event(event)
             if recorded is None:
                 return True
@@ -496,7 +493,7 @@ class SimDevice(Device):
     def synchronize(self, event: DeviceEvent | None = None) -> None:
         """See ``Device.synchronize``. Takes steps until the event is complete. Without an event, takes all steps, then
         does what ``check`` does. Raises Deadlock."""
-        with self._entered():
+        with self._lock, self._entered():
             recorded = None if event is None else self._event(event)
             if (event is None or recorded is not None) and not self._scheduler.finish(recorded):
                 raise self._deadlock(f"synchronize({'' if recorded is None else describe(recorded)})")
@@ -514,7 +511,7 @@ class SimDevice(Device):
         """Take up to ``steps`` steps of anything that can run now. Without a number, take all that closed gates
         allow."""
         count = None if steps is None else integer_argument("steps", steps, 0, 2**62)
-        with self._entered():
+        with self._lock, self._entered():
             self._scheduler.run(count)
 
     def _event(self, event: Any) -> SimEvent | None:
@@ -538,14 +535,14 @@ class SimDevice(Device):
         and with another open access. ``outside``: another process accesses them, after all that this thread has waited
         for. It races with this thread too. Raises TypeError or ValueError.
         """
-        with self._entered():
+        with self._lock, self._entered():
             access = host_call("another process" if outside else "host_access")
             thread = 0 if outside else threading.get_ident()
             opened = HostAccess(access, *self._rows(reads, writes, loads, stores), thread)
             return HostSpan(lambda: self._begin(opened), lambda: self._end(opened))
 
     def _begin(self, opened: HostAccess) -> None:
-        with self._entered():
+        with self._lock, self._entered():
             self._scheduler.poll()
             self._findings.note(self._pool().order.begin(opened, self._waits.of_thread()))
 
@@ -553,7 +550,18 @@ class SimDevice(Device):
         """Never waits, since a destructor may end an access inside any call. What cannot be done now is done first in
         the next call."""
         self._ended.append(opened)
-        self._lock.pass_through()
+        if self._own_lock._is_owned():  # type: ignore[attr-defined]
+            return
+        taken: list[bool] = []
+        try:
+            # Taken and noted by one call of C, in which no handler runs.
+            taken.extend(map(self._own_lock.acquire, (False,)))
+            if any(taken):
+                with self._settled():
+                    pass
+        finally:
+            if any(taken):
+                self._own_lock.release()
 
     # -- failures --------------------------------------------------------------------------------
 
@@ -564,14 +572,14 @@ class SimDevice(Device):
         Raises RaceError (with all races at once), UndeclaredWrite, or what a launched function raised. Each is raised
         once.
         """
-        with self._entered():
+        with self._lock, self._entered():
             self._findings.compare(self._bound, None)
             self._findings.raise_first()
 
     def close(self) -> None:
         """See ``Device.close``. An operation on the pools that is still enqueued, or for which this thread has not
         waited, is a race. Raises what ``check`` raises."""
-        with self._lock:
+        with self._lock, self._settled():
             if self._closed:
                 return
             self._closed = True

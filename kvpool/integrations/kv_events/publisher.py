@@ -16,7 +16,6 @@ import zmq
 from kvpool.common.arguments import bool_argument, text_argument
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.errors import PoolClosed
-from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.common.threads import Bell
 from kvpool.integrations.kv_events.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
@@ -187,7 +186,7 @@ class KVEventPublisher(Closing):
         self._asked = 0
         self._answered = 0
         self._bell = Bell()
-        self._stopping = threading.Event()
+        self._stopping = False
         self._ended = False
         self._linger_ms = 0
         self._sent = _Sent()
@@ -264,8 +263,7 @@ class KVEventPublisher(Closing):
         call does nothing."""
         self._process.check(self)
         self._linger_ms = integer_argument("linger_ms", linger_ms, 0, 1 << 30)
-        with DeferSignals():
-            self._stopping.set()
+        self._stopping = True
         self._thread.join()
 
     # -- the thread ------------------------------------------------------------------------------
@@ -287,7 +285,7 @@ class KVEventPublisher(Closing):
         # Connections beyond the limit are refused as they come.
         asyncio.get_running_loop().add_reader(self._subscribers.events, self._subscribers.poll)
         # The sockets listen until the publisher is closed, and their bounds hold until then.
-        while not self._stopping.is_set():
+        while not self._stopping:
             self._subscribers.poll()
             self._unsent = self._replays.unsent()
             if not self._ended:

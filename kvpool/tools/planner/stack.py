@@ -425,8 +425,8 @@ def new_tables(groups: int) -> StackTables:
 
 
 def with_room(tables: StackTables, full: int, request: int, tenant: int) -> StackTables:
-    """The tables with room for another request, of so many full blocks. Raises OverflowError beyond 2**31 - 1
-    blocks."""
+    """The tables with room for another request, of so many full blocks; those given stay as they are. Raises
+    OverflowError beyond 2**31 - 1 blocks."""
     counts = tables.counts
     blocks, live = int(counts[BLOCKS]) + full, int(counts[LIVE]) + full
     if live > _BLOCKS_MAX:
@@ -449,6 +449,8 @@ def with_room(tables: StackTables, full: int, request: int, tenant: int) -> Stac
     if int(counts[NOW]) + full > 64 * len(tables.bits):
         words = max(len(tables.bits), _power_of_two(2 * live) // 64)
         bits, tree = np.zeros(words, np.uint64), np.zeros(words + 1, np.int32)
+        # What it writes is copied before: the caller's tables stay as they are, if an exception of a handler comes.
+        tables = tables._replace(tree=tables.tree.copy(), last=tables.last.copy(), counts=tables.counts.copy())
         compact(tables, bits, tree)
         tables = tables._replace(bits=bits, tree=tree)
     return tables

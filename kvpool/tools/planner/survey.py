@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import hypot, nan
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.interrupt import DeferSignals
+from kvpool.common.changes import Changes
 from kvpool.tools.planner import stack
 from kvpool.tools.planner.stack import BUCKETS, GROUPS, REQUEST_EDGES, SECOND_EDGES, STEPS, UsedBlocks
 from kvpool.tools.replay.content import Request, namespace_digest
@@ -250,6 +251,7 @@ class Surveyor:
         self.requests = 0
         """Requests recorded so far."""
         self.uses: list[Use] = []
+        self._changes = Changes()
         self.tables = stack.new_tables(1 if sample == 1 else GROUPS)
         self._keep = keep
         self._threshold = np.uint64(round(sample * 2**32))
@@ -261,13 +263,13 @@ class Surveyor:
         self._of_tenants = np.zeros((TENANTS_MAX + 1, 4), np.int64)
 
     def record(self, request: Request) -> None:
-        """Record the next request. Signal handlers wait until it is complete. Raises OverflowError for too many
-        distinct blocks, and ValueError for a request with fewer ids than tokens."""
-        with DeferSignals():
+        """Record the next request, wholly or, if an exception comes first, not at all. Raises OverflowError for too
+        many distinct blocks, and ValueError for a request with fewer ids than tokens."""
+        with self._changes:
             self._record(request)
 
     def _record(self, request: Request) -> None:
-        size, counts = self.tokens_per_block, self.tables.counts
+        size = self.tokens_per_block
         ids, tokens_per_id, keyed_tokens = _content(request)
         if request.output_length < 0 or len(ids) * tokens_per_id < keyed_tokens:
             covered = f"{len(ids)} ids of {tokens_per_id} tokens for {keyed_tokens} and {request.output_length} tokens"
@@ -278,24 +280,32 @@ class Surveyor:
         keyed = keyed_tokens // size
         lookups = (request.input_length - 1) // size
         self.tables = stack.with_room(self.tables, full, self.requests, tenant)
+        counts = self.tables.counts
         self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
-        self._blocks_before.append(counts[stack.BLOCKS])
         access = UsedBlocks(
             tokens_per_id, size, lookups, keyed, full, self._seed(request), self._threshold, self.requests, tenant
         )
-        used_blocks = stack.record(self.tables, access, ids)
-        self.requests += 1
-        if self._keep:
-            blocks = self.tables.found[:used_blocks].copy()
-            self.uses.append(
-                Use(request, blocks, min(used_blocks, request.input_length // size), lookups, full - used_blocks)
-            )
-        self._of_tenants[tenant] += (1, request.input_length, lookups, counts[stack.LOOKUPS])
-        self._tokens += (request.input_length, request.output_length)
-        self._lookups += lookups
-        self._prompt_blocks += -(-request.input_length // size)
-        self._longest = max(self._longest, -(-request.length // size))
-        self._used += full
+        requests, blocks_before, of_tenant = self.requests, int(counts[stack.BLOCKS]), self._of_tenants[tenant].copy()
+        totals = (
+            self._tokens + (request.input_length, request.output_length),
+            self._lookups + lookups,
+            self._prompt_blocks - (-request.input_length // size),
+            max(self._longest, -(-request.length // size)),
+            self._used + full,
+        )
+
+        def note(used_blocks: int) -> None:
+            """May be called twice: see ``Changes``."""
+            self._blocks_before[requests:] = array("q", [blocks_before])
+            if self._keep:
+                blocks = self.tables.found[:used_blocks].copy()
+                used = min(used_blocks, request.input_length // size)
+                self.uses[requests:] = [Use(request, blocks, used, lookups, full - used_blocks)]
+            self._of_tenants[tenant] = of_tenant + (1, request.input_length, lookups, counts[stack.LOOKUPS])
+            self._tokens, self._lookups, self._prompt_blocks, self._longest, self._used = totals
+            self.requests = requests + 1
+
+        self._changes.run(partial(stack.record, self.tables, access, ids), finish=note)
 
     def _seed(self, request: Request) -> np.uint64:
         namespace = request.salt, request.adapter_id
@@ -357,6 +367,8 @@ class Surveyor:
         result = []
         for number, name in names.items():
             requests, tokens, lookups, followed = (int(n) for n in self._of_tenants[number])
+            if not requests:
+                continue  # Its first one was interrupted.
             cumulative = np.cumsum(self.tables.coarse[number])
             curve = Curve(cumulative, followed, lookups, self.sample, limits)
             result.append(Tenant(name, requests, tokens, curve))

@@ -202,7 +202,7 @@ class StoreServer(Closing):
 
     @property
     def closed(self) -> bool:
-        return self._server.stopping.is_set()
+        return self._server.stopping
 
     def close(self, timeout: float = 10.0) -> bool:
         """Disconnect all clients, ask calls under way to stop, wait for them, and close the store.
@@ -364,7 +364,7 @@ class _Calls:
     def _next(self) -> _Request | None:
         """Wait for a call to make. Returns None when there will be none."""
         with self._lock:
-            while not self.server.stopping.is_set():
+            while not self.server.stopping:
                 place = self._first()
                 if place is not None:
                     request = self._waiting[place]
@@ -408,7 +408,7 @@ class _Calls:
         rows = np.arange(len(keys)) + thread * self._blocks_per_call
 
         def stop() -> bool:
-            return self.server.stopping.is_set() or time.monotonic() >= request.deadline
+            return self.server.stopping or time.monotonic() >= request.deadline
 
         if stop():
             raise TimeoutError("the caller waits no longer")
