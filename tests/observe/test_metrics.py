@@ -20,7 +20,7 @@ from kvpool.device.regions import SOURCE, TARGET, TOKENS
 from kvpool.integrations.metric_definitions import DEFINITIONS
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool.stats import Histogram, TierStats
-from kvpool.pool.transfer.transfer import Traffic
+from kvpool.pool.transfer.traffic import Traffic
 from kvpool.state.arrays import GroupSizes, Settings, States
 from kvpool.state.records import OFFLOAD, ONBOARD, WITHIN
 from tests import debug

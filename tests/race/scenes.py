@@ -37,7 +37,7 @@ _VERBS = ("block_tables", "core", "deadlines", "exclusive", "leases", "manager",
 FILES = {
     *map(str, _STATE),
     *(str(_PACKAGE / "pool" / f"{name}.py") for name in _VERBS),
-    str(_PACKAGE / "pool" / "transfer" / "transfer.py"),
+    *(str(_PACKAGE / "pool" / "transfer" / f"{name}.py") for name in ("levels", "traffic", "transfer")),
 }
 assert all(map(os.path.exists, FILES)), "a file that has moved has no lines to switch between"
 

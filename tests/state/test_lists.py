@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.device.memory.pools import BLOCKS_MAX
 from kvpool.device.regions import SOURCE, TARGET, TOKENS
-from kvpool.pool.transfer.transfer import Levels
+from kvpool.pool.transfer.levels import Levels
 from kvpool.state.arrays import GroupSizes, Settings, State, States, buckets
 from kvpool.state.index import bucket
 from kvpool.state.policies import block_lists

@@ -17,7 +17,6 @@ the same bytes. Token moves that were perhaps enqueued are not, and their target
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -30,134 +29,21 @@ import numpy as np
 from kvpool.common.arrays import Bools, Int64s
 from kvpool.common.changes import Changes, from_handler
 from kvpool.common.errors import DeviceError
-from kvpool.common.jit import jit
 from kvpool.common.process import Process
 from kvpool.common.threads import Worker
 from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream, StreamGone
-from kvpool.device.regions import SOURCE, TARGET, TICKET, TOKENS, Layers
+from kvpool.device.regions import SOURCE, TARGET, TICKET, Layers
 from kvpool.device.work import TokenMoves
+from kvpool.pool.transfer.levels import Levels
+from kvpool.pool.transfer.traffic import Traffic
 from kvpool.pool.transfer.waits import Order, event_behind
 from kvpool.state import records, verbs
 from kvpool.state.arrays import States
-from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
+from kvpool.state.records import DIRECTION, DIRECTIONS, H
 from kvpool.state.tiers import ACCESSED, collect
 
 NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
 NO_IDS: Int64s = np.empty(0, np.int64)
-DROPPED = -1
-_LIVE, _DEAD = 1, 2
-
-
-@jit(nogil=False)
-def _drop_overwritten(copy_ops: Any, whole: Any, scratch: Any, level: Any) -> int:
-    """Mark copy ops whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
-    the start and at the end."""
-    dropped = 0
-    for i in range(copy_ops.shape[0] - 1, -1, -1):
-        source, target = copy_ops[i, SOURCE], copy_ops[i, TARGET]
-        if scratch[target, 0] == _DEAD:
-            level[i] = DROPPED
-            dropped += 1
-            continue
-        if copy_ops[i, TOKENS] >= whole[target]:
-            scratch[target, 0] = _DEAD
-        scratch[source, 0] = _LIVE
-    for i in range(copy_ops.shape[0]):
-        scratch[copy_ops[i, SOURCE], 0] = scratch[copy_ops[i, TARGET], 0] = 0
-    return dropped
-
-
-@jit(nogil=False)
-def _assign(copy_ops: Any, scratch: Any, level: Any) -> int:
-    """Set the level of each copy op that is not dropped. It is higher than the levels of earlier copy ops that write
-    its source, and of earlier copy ops that read or write its target."""
-    last = 0
-    for i in range(copy_ops.shape[0]):
-        if level[i] == DROPPED:
-            continue
-        source, target = copy_ops[i, SOURCE], copy_ops[i, TARGET]
-        # Levels count from 1 here: 0 in the scratch is "not in this batch". Columns: last write, last read.
-        op_level = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
-        scratch[target, 0] = op_level
-        scratch[source, 1] = max(scratch[source, 1], op_level)
-        level[i] = op_level - 1
-        last = max(last, op_level)
-    for i in range(copy_ops.shape[0]):
-        for block in (copy_ops[i, SOURCE], copy_ops[i, TARGET]):
-            scratch[block, 0] = scratch[block, 1] = 0
-    return last
-
-
-class Levels:
-    """Cuts batches for one pool. ``whole`` int64[blocks] says how many tokens are all of a block: 0 for blocks that are
-    always copied whole. Thread-safe: threads that cut at a time have scratches of their own."""
-
-    def __init__(self, whole: Int64s) -> None:
-        self._free, self._whole = deque([np.zeros((len(whole), 2), np.int32)]), whole
-
-    def cut(self, copy_ops: Int64s) -> Iterator[Int64s]:
-        """The levels of a batch int64[n, 5], first to last. A copy op whose target is overwritten before it is read is
-        in none."""
-        level = np.zeros(len(copy_ops), np.int32)
-        try:
-            scratch = self._free.pop()
-        except IndexError:
-            scratch = np.zeros((len(self._whole), 2), np.int32)
-        dropped = _drop_overwritten(copy_ops, self._whole, scratch, level)
-        count = _assign(copy_ops, scratch, level)
-        self._free.append(scratch)
-        if count == 1 and not dropped:
-            yield copy_ops
-            return
-        order = np.argsort(level, kind="stable")
-        ends = np.searchsorted(level[order], np.arange(count + 1))
-        for i in range(count):
-            yield copy_ops[order[ends[i] : ends[i + 1]]]
-
-
-@jit(nogil=False)
-def _count(copy_ops: Any, groups: Any, token_bytes: Any, nanoseconds: int, totals: Any) -> None:
-    """Add the bytes of copy ops, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]. Its last
-    part is scratch."""
-    moved, total = totals[2], 0
-    moved[:] = 0
-    for i in range(copy_ops.shape[0]):
-        # No block is copied from one group to another.
-        g = place_of(groups, copy_ops[i, TARGET])[0] if groups.shape[0] > 1 else 0
-        nbytes = copy_ops[i, TOKENS] * token_bytes[g]
-        moved[g, copy_ops[i, DIRECTION]] += nbytes
-        total += nbytes
-    for g in range(groups.shape[0]):
-        for direction in range(DIRECTIONS):
-            totals[0, g, direction] += moved[g, direction]
-            totals[1, g, direction] += np.int64(moved[g, direction] * (nanoseconds / max(total, 1)))
-
-
-class Traffic:
-    """Totals of one pool, by group and direction. One thread at a time adds; any thread may read.
-
-    ``groups`` are the headers of the state. Only fields that never change are read. ``token_bytes`` are the bytes of a
-    token in each group.
-    """
-
-    def __init__(self, groups: Int64s, token_bytes: Sequence[int]) -> None:
-        self._groups, self._token_bytes = groups, np.array(token_bytes, np.int64)
-        self._totals: Int64s = np.zeros((3, len(groups), DIRECTIONS), np.int64)
-
-    def add(self, copy_ops: Int64s, nanoseconds: int) -> None:
-        """Count copy ops int64[n, 5] that were made, or enqueued, together. Groups and directions share the time by
-        their bytes."""
-        _count(copy_ops, self._groups, self._token_bytes, nanoseconds, self._totals)
-
-    @property
-    def nbytes(self) -> list[list[int]]:
-        """Bytes by [group][direction]."""
-        return self._totals[0].tolist()
-
-    @property
-    def nanoseconds(self) -> list[list[int]]:
-        """Nanoseconds by [group][direction]."""
-        return self._totals[1].tolist()
 
 
 class LayerEvents(Protocol):
