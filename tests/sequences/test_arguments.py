@@ -441,32 +441,6 @@ def test_bad_counts_are_refused(busy: Busy, call: str) -> None:
         refused(busy.cache, lambda counts=counts: COUNT_CALLS[call](busy, counts), error, named)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_counts_whose_sum_wraps_are_refused(width: int) -> None:
-    engine = open_engine(width, 16, 4)
-    ids = [engine.add([10 * i]).id for i in range(8)]
-    wrapping = (
-        (8, [], [2**61] * 8),
-        (4, [], [2**62] * 4),
-        (4, [1, 2], [2**62] * 3 + [2**62 + 2]),
-        (3, [], [2**63 - 1] * 2 + [2]),
-    )
-    for n, tokens, counts in wrapping:
-        refused(
-            engine.cache,
-            lambda n=n, t=tokens, c=counts: engine.cache.append_tokens(ids[:n], t, c),
-            ValueError,
-            "counts",
-        )
-        refused(
-            engine.cache,
-            lambda n=n, c=counts: engine.cache.blocks_needed(sequences=ids[:n], new_tokens=c),
-            ValueError,
-            "new_tokens",
-        )
-    engine.cache.close()
-
-
 def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
     cache, live, other = busy.cache, busy.live, busy.other
     cache.commit(live, [5])

@@ -25,6 +25,32 @@ def made(**options: Any) -> KVCacheManager:
     return KVCacheManager(**{"layout": small_layout(4), "device_blocks": 4, "device": "cpu", **options})
 
 
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_counts_whose_sum_wraps_are_refused(width: int) -> None:
+    engine = open_engine(width, 16, 4)
+    ids = [engine.add([10 * i]).id for i in range(8)]
+    wrapping = (
+        (8, [], [2**61] * 8),
+        (4, [], [2**62] * 4),
+        (4, [1, 2], [2**62] * 3 + [2**62 + 2]),
+        (3, [], [2**63 - 1] * 2 + [2]),
+    )
+    for n, tokens, counts in wrapping:
+        refused(
+            engine.cache,
+            lambda n=n, t=tokens, c=counts: engine.cache.append_tokens(ids[:n], t, c),
+            ValueError,
+            "counts",
+        )
+        refused(
+            engine.cache,
+            lambda n=n, c=counts: engine.cache.blocks_needed(sequences=ids[:n], new_tokens=c),
+            ValueError,
+            "new_tokens",
+        )
+    engine.cache.close()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

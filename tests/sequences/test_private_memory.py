@@ -24,7 +24,8 @@ import pytest
 from numba.core import config
 
 import kvpool
-from changing import CASES, CHANGED, WALK, Case, given_to, look, scenes, seen, watched
+from changing import CASES, CHANGED, WALK, Case, given_to, scenes
+from changing_scenes import look, seen, watched
 from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, LoadTarget, storage
 from kvpool.common.jit import jit
 from kvpool.storage import Forgotten, Prefetch, StoreRequest
