@@ -186,13 +186,11 @@ def null_cuda() -> Iterator[None]:
     from kvpool.device.cuda import table_kernels
 
     cupy, driver = make_cupy(), Driver(lambda name: _Library())
-    capability = SimpleNamespace(compute_capability=(9, 0))
     with ExitStack() as patched:
         for owner, name, value in (
             (cuda_device, "_cupy", lambda: cupy),
             (cuda_device, "find_driver", lambda: driver),
-            (table_kernels, "compiled", lambda name, capability: _Kernel()),
-            (table_kernels.cuda, "get_current_device", lambda: capability),
+            (table_kernels, "compiled", lambda name, index: _Kernel()),
             (table_kernels.cuda, "external_stream", lambda handle: handle),
         ):
             patched.enter_context(patch.object(owner, name, value))

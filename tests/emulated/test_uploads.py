@@ -185,6 +185,25 @@ def test_a_buffer_whose_event_cannot_be_recorded_is_not_used_again(driver: Drive
 # Sources
 
 
+def test_a_table_kernel_is_loaded_on_each_gpu_before_its_first_launch(driver: Driver) -> None:
+    """Both GPUs are of one kind. A load at the first launch could wait for all that runs there."""
+    from kvpool.device.cuda import table_kernels
+
+    table_kernels.compiled.cache_clear()
+    for index in (0, 1):
+        device = CudaDevice(index)
+        with KVCacheManager(LAYOUT, device_blocks=4, device=device) as cache:
+            table = device.allocate(16, "device").view(np.int32).reshape(1, 4)
+            with driver.counting("load") as loaded:
+                device.views.table(table)
+            sequence = cache.add_sequence([1, 2, 3])
+            with driver.counting("load", "launches") as grown:
+                cache.copy_batch_block_offsets(table, sequence)
+            assert (loaded, grown) == ({"load": 1}, {"load": 0, "launches": 1})
+            cache.release(sequence)
+        device.close()
+
+
 def test_what_cannot_be_compiled_is_said_when_the_pool_is_made(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 

@@ -151,8 +151,9 @@ def compile_for(name: str, capability: tuple[int, int]) -> str:
 
 
 @cache
-def compiled(name: str, capability: tuple[int, int]) -> Any:
-    """A kernel, compiled for the current device, which has this compute capability."""
+def compiled(name: str, index: int) -> Any:
+    """A kernel, compiled for the current GPU, whose number is ``index``, and loaded there: another one of the same kind
+    would load it at its first launch."""
     return cuda.jit(KERNELS[name].signature)(KERNELS[name].function)
 
 
@@ -196,7 +197,7 @@ class TableKernel:
         self._name, self._calls = name, calls
         with calls(name, unsafe=True):
             try:
-                self._kernel = compiled(name, tuple(cuda.get_current_device().compute_capability))
+                self._kernel = compiled(name, calls.index)
             except Exception as error:  # Numba, its compiler and the driver have own errors.
                 raise DeviceError(f"{name} cannot be compiled: {type(error).__name__}: {error}") from error
 
