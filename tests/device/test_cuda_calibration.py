@@ -29,6 +29,7 @@ from kvpool.device.cuda.calibration import (
     Calibration,
     Measurement,
     always,
+    chosen,
     load,
     measure,
     place,
@@ -36,6 +37,7 @@ from kvpool.device.cuda.calibration import (
     proven,
     store,
 )
+from kvpool.device.cuda.cuda_memory import link_of
 from kvpool.device.launches import cuda_sources
 from kvpool.device.work import Fragments
 
@@ -129,7 +131,7 @@ def test_the_place_is_below_the_home_where_nothing_else_is_said() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 3},
         {"driver": "new"},
         {"measurements": 5},
         {"measurements": [[]]},
@@ -150,6 +152,35 @@ def test_what_is_not_a_calibration_is_refused(tmp_path: Path, change: dict[str, 
     path.write_text("[]")
     with pytest.raises(ValueError, match="no calibration"):
         load(path)
+
+
+def test_what_was_measured_under_other_conditions_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another part of the GPU, another slot, other kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = calibration.conditions(132, "x16")
+    made = Calibration("gpu", 1, measured().measurements, here)
+    store(place("gpu", 1), made)
+    assert chosen(None, "gpu", 1, here) == made
+    monkeypatch.setitem(calibration.KERNELS, KERNEL, ("kv_copy.cu", "any"))
+    now = calibration.conditions(132, "x16")
+    for other in (now, calibration.conditions(16, "x16"), calibration.conditions(132, "x8")):
+        with pytest.warns(UserWarning, match="by rule until calibrate"):
+            assert chosen(None, "gpu", 1, other) == Calibration("gpu", 1, (), other)
+    assert len({here, now, calibration.conditions(16, "x16"), calibration.conditions(132, "x8")}) == 4
+
+
+def test_the_link_is_what_both_ends_can_do(tmp_path: Path) -> None:
+    port = tmp_path / "devices/pci0000:00/0000:00:01.0"
+    gpu = port / "0000:3b:00.0"
+    gpu.mkdir(parents=True)
+    names = tmp_path / "bus/pci/devices"
+    names.mkdir(parents=True)
+    (names / gpu.name).symlink_to(gpu)
+    assert link_of("0000:3B:00.0", tmp_path) == link_of("0000:00:00.0", tmp_path) == "unknown"
+    (gpu / "current_link_width").write_text("16\n")
+    for end, speed in ((gpu, "32.0 GT/s PCIe"), (port, "16.0 GT/s PCIe")):
+        (end / "max_link_speed").write_text(f"{speed}\n")
+    assert link_of("0000:3B:00.0", tmp_path) == "x16 16.0 GT/s PCIe and 32.0 GT/s PCIe"
 
 
 def test_measuring_covers_every_size_number_direction_and_path() -> None:

@@ -40,7 +40,7 @@ FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 FRAGMENTS = (4, 64, 1024)
 BATCH_BYTES_MAX = 256 << 20
 _SECONDS, _REPEATS_MIN = 0.01, 3
-_VERSION = 3
+_VERSION = 4
 _SMALL_BYTES, _MANY, _SOME = 128 << 10, 16, 4
 PROVEN = "proven.json"
 """Among the CUDA sources: which kernels have passed ``.ci/gpu prove`` on which compute capability."""
@@ -71,12 +71,13 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on ``device`` with driver version ``driver``. Without measurements, a rule of thumb.
-    Immutable."""
+    """What was measured on ``device`` with driver version ``driver``, under other ``conditions`` that change the
+    figures. Without measurements, a rule of thumb. Immutable."""
 
     device: str
     driver: int
     measurements: tuple[Measurement, ...] = ()
+    conditions: str = ""
     _chosen: dict[tuple[Any, ...], str] = field(default_factory=dict, compare=False, repr=False)
 
     def choose(self, direction: str, nbytes: int, count: int, paths: tuple[str, ...] = PATHS) -> str:
@@ -103,7 +104,8 @@ class Calibration:
     def text(self) -> str:
         """The calibration as JSON, which ``parse`` reads."""
         rows = [list(m) for m in self.measurements]
-        return json.dumps({"version": _VERSION, "device": self.device, "driver": self.driver, "measurements": rows})
+        fields = {"version": _VERSION, "device": self.device, "driver": self.driver, "conditions": self.conditions}
+        return json.dumps({**fields, "measurements": rows})
 
     @classmethod
     def parse(cls, text: str) -> Calibration:
@@ -112,9 +114,8 @@ class Calibration:
             fields = json.loads(text)
             if fields["version"] != _VERSION:
                 raise ValueError(f"version {fields['version']} is not {_VERSION}")
-            return cls(
-                str(fields["device"]), int(fields["driver"]), tuple(_measurement(row) for row in fields["measurements"])
-            )
+            rows = tuple(_measurement(row) for row in fields["measurements"])
+            return cls(str(fields["device"]), int(fields["driver"]), rows, str(fields["conditions"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no calibration: {error}") from None
 
@@ -164,18 +165,28 @@ def load(path: Path) -> Calibration | None:
         return None
 
 
-def chosen(choice: Calibration | str | None, device: str, driver: int) -> Calibration:
+def conditions(multiprocessors: int, link: str) -> str:
+    """What changes the figures of a GPU and is in neither its name nor the driver's version: the multiprocessors of a
+    part of it, the link, and the kernels."""
+    kernels = sha256("".join(digest(path) for path in KERNELS).encode()).hexdigest()[:16]
+    return f"{multiprocessors} multiprocessors, link {link}, kernels {kernels}"
+
+
+def chosen(choice: Calibration | str | None, device: str, driver: int, now: str = "") -> Calibration:
     """The calibration that a device uses. It is ``choice`` (a calibration, or the name of a path); without that the
-    stored one; without that one that leaves every choice to the rule."""
+    stored one, if it was measured under the conditions that there are ``now``; without that one that leaves every
+    choice to the rule."""
     if choice is not None:
         return always(choice) if isinstance(choice, str) else choice
     path = place(device, driver)
     try:
         stored = load(path)
+        if stored is not None and stored.conditions != now:
+            raise ValueError(f"measured with {stored.conditions}, and there are {now}")
     except (OSError, ValueError) as error:
         warnings.warn(f"{path}: {error}; copies are chosen by rule until calibrate() is called", stacklevel=4)
         stored = None
-    return stored or Calibration(device, driver)
+    return stored or Calibration(device, driver, conditions=now)
 
 
 def keep(calibration: Calibration) -> None:

@@ -37,6 +37,7 @@ from kvpool.device.cuda.cuda_memory import (
     PinnedRange,
     allocatable,
     check_adopted,
+    link_of,
     open_memory,
     pinned_memory,
     zeroed_array,
@@ -194,10 +195,9 @@ class CudaDevice(Device):
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
         self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
-            gpu = gpus(runtime)[self.index]
+            gpu, link = gpus(runtime)[self.index], link_of(runtime.deviceGetPCIBusId(self.index))
         self.device_name, self.driver, self.capability = gpu.name, gpu.driver, gpu.capability
         choice = calibration or os.environ.get(COPY_PATH)
-        self.calibration = calibrations.chosen(choice, self.device_name, self.driver)
         asked = {path for path in KERNELS if path == choice or path in self.settings.copy_kernels}
         self.kernels = asked | proven(self.capability)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
@@ -205,6 +205,8 @@ class CudaDevice(Device):
         self._launcher = CudaLauncher(
             self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
         )
+        self._conditions = calibrations.conditions(self._launcher.grid.multiprocessors, link)
+        self.calibration = calibrations.chosen(choice, self.device_name, self.driver, self._conditions)
         self._batch = find_batch() if self._launcher.same_addresses else None
         self._engines = (PLAIN,) if self._batch is None else (PLAIN, BATCHED)
         self.crowded_copies = 0
@@ -431,7 +433,7 @@ class CudaDevice(Device):
             measurements = measure(device, paths, share=self._share)
         finally:
             device.close()
-        self.calibration = Calibration(self.device_name, self.driver, tuple(measurements))
+        self.calibration = Calibration(self.device_name, self.driver, tuple(measurements), self._conditions)
         calibrations.keep(self.calibration)
         return self.calibration
 

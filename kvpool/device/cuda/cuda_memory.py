@@ -306,6 +306,18 @@ def processors_near(pci: str, sysfs: Path = SYSFS) -> frozenset[int] | None:
     return processors or None
 
 
+def link_of(pci: str, sysfs: Path = SYSFS) -> str:
+    """The lanes of a PCI device, and the most that both ends of them can do. "unknown" where the system does not say:
+    the present speed is no answer, since an idle link is slow."""
+    device = (sysfs / "bus/pci/devices" / pci.lower()).resolve()
+    try:
+        lanes = (device / "current_link_width").read_text().strip()
+        speeds = {(end / "max_link_speed").read_text().strip() for end in (device, device.parent)}
+    except OSError:
+        return "unknown"
+    return f"x{lanes} {' and '.join(sorted(speeds))}"
+
+
 def _numbers(text: str) -> frozenset[int]:
     """The numbers that a list such as "0-3,8" means."""
     numbers: set[int] = set()
