@@ -30,8 +30,8 @@ from kvpool.storage.urls import open_store
 
 log = logging.getLogger("kvpool.integrations")
 
+_NO_ROWS: Rows = np.empty(0, np.int64)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_NO_ROWS = np.empty(0, np.int64)
 Copy = Callable[[int, Bytes], None]
 
 
@@ -168,6 +168,8 @@ class StagedBlocks:
         self.declined = 0
         """Blocks that ``find_hit`` found and did not report, since the engine computes them sooner."""
         self._resets, self._lock = 0, threading.Lock()
+        # By thread: rows on loan.
+        self._loans: dict[int, list[int]] = {}
         self._troubles = TroubleLog(store.name, log=log)
         self.troubles = self._troubles.counts
         """Blocks by kind of job and by what went wrong."""
@@ -284,40 +286,61 @@ class StagedBlocks:
     def _staged(self, kind: str, names: Sequence[bytes], copy: Copy, until: float = math.inf) -> list[bool]:
         """Load or save, as many blocks at a time as there are rows. What has not come ``until`` then does not."""
         done, start = [False] * len(names), 0
+        loan = self._loan()
         with self._watched(kind, len(names)) as usable:
             keys, deadline = BlockNames(names if usable else ()), min(self._deadline(kind), until)
             while start < len(keys):
                 left = deadline - self.worker.now()
-                rows = self.worker.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
+                try:
+                    rows = self.worker.take(kind, len(keys) - start, left, loan) if left > 0 else _NO_ROWS
+                    if len(rows):
+                        self._move(kind, keys[start : start + len(rows)], rows, deadline, copy, start, done, loan)
+                finally:
+                    self._end_loan(loan)
                 if not len(rows):
                     self._troubles.note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
                     break
-                self._move(kind, keys[start : start + len(rows)], rows, deadline, copy, start, done)
                 start += len(rows)
         return done
 
+    def _loan(self) -> list[int]:
+        """The list of rows that this thread has on loan. A signal handler may have kept an earlier call from giving
+        them back."""
+        loan = self._loans.setdefault(threading.get_ident(), [])
+        self._end_loan(loan)
+        return loan
+
+    def _end_loan(self, loan: list[int]) -> None:
+        """Give back the rows of a loan, or release the request that has got them."""
+        self.worker.give_back(loan)
+        for request in self.worker.requests:
+            if request.owner is loan and request.held:
+                self.worker.release(request)
+
     def _move(
-        self, kind: str, keys: BlockNames, rows: Rows, deadline: float, copy: Copy, start: int, done: list[bool]
+        self,
+        kind: str,
+        keys: BlockNames,
+        rows: Rows,
+        deadline: float,
+        copy: Copy,
+        start: int,
+        done: list[bool],
+        loan: list[int],
     ) -> None:
         """Load or save blocks through these rows, and note those for which that was done from ``start`` on."""
-        worker, job, resets = self.worker, None, self._resets
+        worker, resets = self.worker, self._resets
         begin = worker.save if kind == jobs.SAVE else partial(worker.load, hold=True)
-        try:
-            for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
-                copy(place, worker.memory[row])
-            with self._lock:
-                if resets != self._resets:
-                    return  # The rows have what was there before the reset.
-                job = begin(keys, rows, deadline=deadline)
-            for index in np.flatnonzero(self._codes(job) == OK).tolist():
-                if kind == jobs.LOAD:
-                    copy(start + index, worker.memory[rows[index]])
-                done[start + index] = True
-        finally:
-            if job is None:
-                worker.give_back(rows)
-            else:
-                worker.release(job)
+        for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
+            copy(place, worker.memory[row])
+        with self._lock:
+            if resets != self._resets:
+                return  # The rows have what was there before the reset.
+            job = begin(keys, rows, deadline=deadline, owner=loan, taken=loan)
+        for index in np.flatnonzero(self._codes(job) == OK).tolist():
+            if kind == jobs.LOAD:
+                copy(start + index, worker.memory[rows[index]])
+            done[start + index] = True
 
     @contextmanager
     def _watched(self, kind: str, count: int) -> Iterator[bool]:

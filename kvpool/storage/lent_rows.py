@@ -51,12 +51,10 @@ class LentRows:
         """How many rows a request of this kind can take now."""
         return max(0, len(self._free) - (0 if kind == LOAD else self._kept_for_loads))
 
-    def take(self, kind: str, most: int) -> list[int]:
-        """Up to ``most`` rows."""
-        count = min(most, self.free(kind))
-        rows = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return rows
+    def lending(self, kind: str, most: int, taken: list[int]) -> tuple[Step, Step]:
+        """The steps that move up to ``most`` rows to a list of the caller's."""
+        first = len(self._free) - min(most, self.free(kind))
+        return partial(taken.extend, self._free[first:]), partial(self._free.__delitem__, slice(first, None))
 
     def giving_back(self, rows: list[int]) -> Step:
         """The step that takes rows back."""

@@ -69,8 +69,9 @@ class OpenRequests:
 
     # -- what callers do -----------------------------------------------------------------------------
 
-    def begin(self, request: StoreRequest) -> StoreRequest:
-        """Begin a request, or return the one that does for it. Raises PoolClosed and StoreBusy."""
+    def begin(self, request: StoreRequest, taken: list[int]) -> StoreRequest:
+        """Begin a request, or return the one that does for it. ``taken``: the list of its rows, which is empty then.
+        Raises PoolClosed and StoreBusy."""
         request.on_done = (
             [self._log, *request.on_done]
             if self._troubles is not None and request.kind not in DROPS
@@ -88,6 +89,7 @@ class OpenRequests:
             self._changes.run(
                 partial(self._open.__setitem__, request, None),
                 *self._queue.joining(request),
+                taken.clear,
                 finish=lambda _: self._begun(request),
             )
         return request
@@ -155,15 +157,15 @@ class OpenRequests:
         with self._lock, self._changes:
             return self._figures.stats(queue.waiting, len(queue.running), len(queue.drops), store)
 
-    def take(self, kind: str, most: int, timeout: float) -> list[int]:
-        """Free rows, as ``StoreWorker.take`` says."""
-        rows, taken = self._rows, list[int]()
+    def take(self, kind: str, most: int, timeout: float, taken: list[int]) -> None:
+        """Move free rows to a list, as ``StoreWorker.take`` says."""
+        rows = self._rows
         if rows is None:
-            return taken
+            return
 
         def took() -> bool:
             if not taken:
-                taken.extend(rows.take(kind, most))
+                self._changes.run(*rows.lending(kind, most, taken))
             hang = sum(
                 len(request.rows)
                 for request in self._open
@@ -172,17 +174,16 @@ class OpenRequests:
             return bool(taken) or len(rows) + hang >= rows.count
 
         self.wait_until(took, timeout)
-        return taken
 
     def free(self, kind: str) -> int:
         """How many rows a request of this kind can take now."""
         return 0 if self._rows is None else self._rows.free(kind)
 
     def give_back(self, rows: list[int]) -> None:
-        """Rows that were taken, and that no request has got."""
+        """Rows that were taken, and that no request has got. The list is empty then."""
         if self._rows is not None:
             with self._lock, self._changes:
-                self._rows.giving_back(rows)()
+                self._changes.run(self._rows.giving_back(rows[:]), rows.clear)
             self._bell.ring()
 
     def release(self, request: StoreRequest) -> None:

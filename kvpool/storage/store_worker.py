@@ -99,8 +99,9 @@ class StoreWorker(Closing):
     ``poll`` makes the same call again. A worker with such callbacks is polled by one thread, which makes all of these
     calls.
 
-    A signal handler that raises in a call leaves the call undone, or done. Rows that ``take`` has given to nobody then
-    are the only loss.
+    A signal handler that raises in a call leaves the call undone, or done. So a caller that may be interrupted has
+    ``take`` fill a list, gives ``save`` or ``load`` that list and an owner, and in the end gives the list back and
+    releases the request of this owner, if there is one.
 
     A MAC of each block is made before it is saved, and compared after it was loaded: 128 bits
     of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is
@@ -240,11 +241,13 @@ class StoreWorker(Closing):
         deadline: float = math.inf,
         hold: bool = False,
         owner: object = None,
+        taken: list[int] | None = None,
     ) -> StoreRequest:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the request is
         returned. ``tag``: that with which they were saved. ``hold``: rows of ``take`` are read until ``release``.
-        ``owner``: of the request, for ``requests``."""
-        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner)
+        ``owner``: of the request, for ``requests``. ``taken``: the list of its rows, which ``take`` has filled. It is
+        empty from the step on in which the request begins."""
+        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner, taken=taken)
 
     def save(
         self,
@@ -256,9 +259,12 @@ class StoreWorker(Closing):
         tag: bytes | None = None,
         limit: int = NO_LIMIT,
         deadline: float = math.inf,
+        owner: object = None,
+        taken: list[int] | None = None,
     ) -> StoreRequest:
         """Save rows of the memory, which nobody may change until the request is returned. ``tag``: of a namespace, made
-        by ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
+        by ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``. ``owner``, ``taken``: as for
+        ``load``.
 
         ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
         worker's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT. If others
@@ -268,7 +274,8 @@ class StoreWorker(Closing):
         limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
         if lend is not None and not isinstance(keys, BlockNames):
             raise TypeError(f"keys: expected BlockNames where rows are lent, got {type(keys).__name__}")
-        return self._begin(SAVE, keys, None if lend else rows, done, returned, deadline, tag, limit, lend)
+        places = None if lend else rows
+        return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit, lend, owner=owner, taken=taken)
 
     def forget(self, keys: Keys, done: Call | None = None) -> StoreRequest:
         """Drop blocks."""
@@ -372,16 +379,18 @@ class StoreWorker(Closing):
         """How many rows a request of this kind can take now."""
         return self._open.free(kind)
 
-    def take(self, kind: str, most: int, timeout: float = 0.0) -> Rows:
+    def take(self, kind: str, most: int, timeout: float = 0.0, taken: list[int] | None = None) -> Rows:
         """Up to ``most`` free rows for a request of this kind, int64[n]. They are the caller's until a request has
         them, or ``give_back``. Waits up to ``timeout`` seconds for one, as long as others than calls that hang have
         some. There may be none."""
         self._process.check(self)
-        return np.array(self._open.take(kind, most, timeout), np.int64)
+        rows = [] if taken is None else taken
+        self._open.take(kind, most, timeout, rows)
+        return np.array(rows, np.int64)
 
-    def give_back(self, rows: Rows) -> None:
-        """Rows that were taken, and that no request has got."""
-        self._open.give_back(rows.tolist())
+    def give_back(self, rows: Rows | list[int]) -> None:
+        """Rows that were taken, and that no request has got. A list that ``take`` has filled is empty then."""
+        self._open.give_back(rows if isinstance(rows, list) else rows.tolist())
 
     def release(self, request: StoreRequest) -> None:
         """The rows of a request that was begun with ``hold`` are not read any more."""
@@ -419,6 +428,7 @@ class StoreWorker(Closing):
         renews: bool = False,
         hold: bool = False,
         owner: object = None,
+        taken: list[int] | None = None,
     ) -> StoreRequest:
         self._process.check(self)
         checked_keys = keys_argument(keys)
@@ -430,7 +440,7 @@ class StoreWorker(Closing):
         request.owner, request.held, request.hurried = owner, hold, end - self._clock() < self._patience
         request.on_done = [] if done is None else [done]
         request.on_returned = [] if returned is None else [returned]
-        return self._open.begin(request)
+        return self._open.begin(request, [] if taken is None else taken)
 
     def _tag(self, tag: object) -> bytes:
         if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):

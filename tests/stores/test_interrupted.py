@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier
+from kvpool.integrations.options import EngineOptions
+from kvpool.integrations.staged import StagedBlocks
 from kvpool.storage import OK, MemoryStore, StoreWorker
 from kvpool.storage.host_storage_manager import HostStorageManager
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
-from tests.stores.lab import done, memory, returned, saved
+from tests.stores.lab import BLOCK_BYTES, done, memory, returned, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS = keys("a", "b", "c")
@@ -243,3 +245,29 @@ def test_jobs_whose_callback_a_handler_has_interrupted_are_reported_again() -> N
             queue.poll()
             assert reported in ([job], [job, job]) and not queue.in_flight, at.where
             assert not queue.wait(0), at.where
+
+
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_rows_of_staged_blocks_come_back_with_the_next_call(kind: str) -> None:
+    seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600.0)
+    options, names = EngineOptions(staging=8 * BLOCK_BYTES, **seconds), [b"a", b"b"]
+    blocks = StagedBlocks(MemoryStore(1 << 20), BLOCK_BYTES, IDENTITY, options)
+
+    def fill(place: int, row: Any) -> None:
+        row[:] = 1 + place
+
+    def check(place: int, row: Any) -> None:
+        assert (row == 1 + place).all()
+
+    call = blocks.save if kind == "save" else blocks.load
+    assert all(blocks.save(names, fill))
+    k, reached = int(np.random.default_rng().integers(3)), True
+    while reached:
+        k += 3
+        at = At(k)
+        at.run(lambda: call(names, fill if kind == "save" else check))
+        reached = at.reached
+        assert blocks.load(names, check) == [True, True], at.where
+        assert blocks.worker.drain(60) and blocks.worker.free("load") == 8, at.where
+    assert k > 20
+    blocks.close()
