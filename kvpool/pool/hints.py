@@ -17,9 +17,9 @@ import numpy as np
 from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
+from kvpool.pool.cached_content import CachedContent
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, key_rows, request_of
-from kvpool.pool.prompts import Prompts
 from kvpool.state import control, verbs
 from kvpool.state.records import DEFAULT_PRIORITY, PRIORITY_MAX
 
@@ -130,7 +130,7 @@ class Budget:
             del self._used[namespace]
 
 
-class Hints(Prompts):
+class Hints(CachedContent):
     """The call of a pool that takes hints. The state lock guards the budgets of namespaces, and what sessions have."""
 
     def __init__(self, core: Core) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FunctionType
-from typing import Any, NamedTuple, overload
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -15,36 +13,16 @@ import numpy as np
 from kvpool.common.arguments import (
     Ids,
     Integers,
-    Namespace,
-    address,
     bool_argument,
-    count_array,
-    each_argument,
     id_array,
-    int64_array,
-    is_integer,
     list_argument,
-    namespace_argument,
     priority_argument,
-    returns_argument,
-    split_argument,
-    stop_argument,
     text_argument,
-    token_array,
     ttl_argument,
 )
-from kvpool.common.arrays import Array, Bools, Int32s, Int64s
+from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
-from kvpool.common.arrays.strided import in_numpy
-from kvpool.common.errors import (
-    BlockNotFound,
-    DeviceError,
-    IntegrityError,
-    KVPoolError,
-    OutOfSequences,
-    PoolBusy,
-    counted,
-)
+from kvpool.common.errors import BlockNotFound, IntegrityError, KVPoolError, PoolBusy, counted
 from kvpool.common.process import Closing
 from kvpool.device import get_device
 from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
@@ -56,41 +34,18 @@ from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
 from kvpool.pool.exclusive import Exclusive, allowed_inside
-from kvpool.pool.explain import Explanation, explained
-from kvpool.pool.hints import Hints, name_argument
-from kvpool.pool.keys import (
-    BlockKeys,
-    Key,
-    Keys,
-    MissingBlocks,
-    Prompt,
-    is_keys,
-    key_row,
-    key_rows,
-    request_of,
-    tier_number,
-)
+from kvpool.pool.keys import BlockKeys, Key, Keys, Prompt, key_row, key_rows, tier_number
 from kvpool.pool.leases import Lease, Leases
+from kvpool.pool.live_sequences import LiveSequences
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Imports, LoadTarget, Reservation, Reservations, block_buffer
+from kvpool.pool.shutdown import CloseReport, Shutdown
 from kvpool.pool.tables.staging import Staging
-from kvpool.state import control, index, records, swaps, verbs
-from kvpool.state.sequences import check_ids
+from kvpool.state import control, records, verbs
 from kvpool.state.verify import verify_states
 
-NO_COUNTS: Int64s = np.empty(0, np.int64)
 
-
-class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases and
-    reservations."""
-
-    sequences: list[int]
-    leases: list[tuple[str, int]]
-    reservations: list[tuple[str, int]]
-
-
-class KVCacheManager(Hints, BlockTables, Closing):
+class KVCacheManager(LiveSequences, BlockTables, Closing):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -219,7 +174,6 @@ class KVCacheManager(Hints, BlockTables, Closing):
             ends.callback(self._pools.close)
             core = Core(config, pool_device, pool_states(config, pool_device, table))
             ends.pop_all()
-        self._owns_device = owned
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         super().__init__(core)
@@ -228,242 +182,10 @@ class KVCacheManager(Hints, BlockTables, Closing):
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(pool_device, self._pools)
-        self._report: CloseReport | None = None
-        self._closing, self._freed = threading.RLock(), False
-        core.transfer.forks.guard(self, "_closing")
+        frees = [self._sharing.close, self._staging.close, self._imports.close, *([pool_device.close] if owned else [])]
+        self._shutdown = Shutdown(core, self._leases, self._reservations, self._loans, frees)
         self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
-
-    # -- sequences -------------------------------------------------------------------------------
-
-    @allowed_inside
-    def append_tokens(
-        self, ids: Ids, tokens: Integers, counts: Ids | None = None, *, stream: StreamLike = None
-    ) -> None:
-        """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``. Changes the pool.
-
-        ``counts`` is required with several ids, even if each gets one token. With one id, the default is all of
-        ``tokens``. Takes blocks as needed, for all sequences or for none. A last block that forks share is copied
-        before it is written; its last holder needs no copy.
-
-        Raises OutOfBlocks, after which the call may succeed once others have left. Raises ValueError if one of the
-        sequences needs more blocks than the pool has, so that it would not fit alone either; with a window or
-        recurrent layers, it may fit in parts, each committed before the next. Raises UnknownSequence, DeviceError,
-        ValueError, TypeError. The pool is as before the call then.
-        """
-        which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
-        if counts is None and len(which) != 1:
-            raise ValueError(f"counts: expected one for each of {len(which)} ids, got None")
-        each = id_array("counts", len(new)) if counts is None else count_array("counts", counts, which)
-        self.core.decide(stream, verbs.append, which, each, new, self.core.now(), ids=which)
-
-    @allowed_inside
-    def commit(self, ids: Ids, counts: Ids | None = None, *, stream: StreamLike = None) -> None:
-        """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish
-        full blocks.
-
-        ``counts`` never fall: use ``rewind`` to drop tokens. With a window, the call gives back blocks that no later
-        token sees. In a recurrent group it gives back states that the committed tokens have passed. These blocks are
-        written again only after the work that is enqueued on the stream, so enqueue the kernels that read them before
-        this call. Changes the pool.
-
-        Raises UnknownSequence, DeviceError, ValueError.
-        """
-        which = id_array("ids", ids)
-        each = NO_COUNTS if counts is None else count_array("counts", counts, which)
-        self.core.decide(stream, verbs.commit, which, each, self.core.now(), ids=which)
-
-    def rewind(self, ids: Ids, counts: Ids, *, stream: StreamLike = None) -> None:
-        """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written.
-        Changes the pool.
-
-        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError. It is also a ValueError if the
-        shorter sequence would need blocks of a window, or a recurrent state, that were given back; tokens that were not
-        committed can always be dropped.
-        """
-        which = id_array("ids", ids)
-        each = count_array("counts", counts, which)
-        self.core.decide(stream, verbs.rewind, which, each, self.core.now(), ids=which)
-
-    @allowed_inside
-    def release(
-        self,
-        ids: Ids,
-        *,
-        store: bool = True,
-        stream: StreamLike = None,
-        stop: str | None = None,
-        ends: bool = False,
-        returns_in_ms: int | None = None,
-        session: str | None = None,
-    ) -> None:
-        """End sequences, and give their blocks back, the last block first.
-
-        What was committed stays reusable until it is evicted. With ``store=False``, what these sequences computed is
-        forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
-        ValueError, TypeError.
-
-        What the policies other than ``lru`` can use, if the engine knows it: ``stop``, why the model stopped
-        (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
-        in how many milliseconds the next one will. What is not true costs hits, and nothing else. ``session``: a name
-        of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
-        gives it, and raises what that raises; sessions that were named long ago are forgotten.
-        """
-        which, verb, how = _release_arguments(ids, store, stop, ends, returns_in_ms)
-        name = None if session is None else name_argument("session", session)
-        if name is not None and len(which) != 1:
-            raise ValueError(f"session: expected None with {counted(len(which), 'sequence')}, got {name!r:.80}")
-        left = None if name is None else self.keys_of(which)[0]
-        self.core.decide(stream, verb, which, *how, self.core.now(), ids=which)
-        if name is not None and left is not None:
-            self._remember(name, left)
-
-    def swap_out(self, ids: Ids, *, stream: StreamLike = None) -> int:
-        """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were
-        copied.
-
-        Content that is not committed moves too: unfull blocks, drafts, running states, the encoder's tokens. Content
-        that the host has already is not copied. A block that others use stays on the device for them; the other device
-        blocks are free afterwards. The host blocks are held until ``resume`` or ``release``. Until then, these two are
-        the only calls that accept the sequences. Each keeps its id, and takes one of ``max_sequences``. Changes the
-        pool.
-
-        ``stream``: the copies read what was enqueued on it before (default: the stream that a sequence used last).
-        Thread-safe. Raises OutOfBlocks with ``tier`` "host" if the host has no room: nothing has changed then, and the
-        sequences can be released instead. Raises UnknownSequence, DeviceError, ValueError.
-        """
-        which = id_array("ids", ids)
-        return int(self.core.decide(stream, swaps.swap_out, which, self.core.now(), ids=which))
-
-    def resume(self, ids: Ids, *, stream: StreamLike = None) -> int:
-        """Have sequences that were swapped out run again, with all that they had. Returns how many blocks were copied.
-
-        Content that is still on the device, or is there again, is not copied. The block table has other ids than
-        before. Forks that are resumed in one call share what they shared. A fork that is resumed alone has blocks of
-        its own. Changes the pool.
-
-        ``stream``: where the engine continues with the sequences (default: the stream that each used last).
-        Thread-safe. Raises OutOfBlocks with nothing changed, UnknownSequence, DeviceError (even if the device refused a
-        copy to the host: release the sequence), ValueError.
-        """
-        which = id_array("ids", ids)
-        return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
-
-    def evictable_after_release(self, ids: Ids, group: int | None = None) -> int:
-        """Device blocks that would become free if these sequences were released together.
-
-        ``group``: the index of a group of layers, required where there are several. Does not change the pool.
-        """
-        which, g = id_array("ids", ids), self.core.config.group(group)
-        with self.core.lock, self.core.changes:
-            named = self.core.tables[g][self.core.rows(which)]
-            blocks, times = np.unique(named[named != records.NONE], return_counts=True)
-            return int(np.count_nonzero(self.core.states[g].blocks["ref_word"][blocks] == times))
-
-    def fork(self, ids: Ids, n: int = 1, *, stream: StreamLike = None) -> Int64s:
-        """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
-
-        Changes the pool. Takes no blocks: all are shared, also a last block that is not full. A sequence that appends
-        to that block, or rewinds into it, gets a copy, which ``append_tokens`` and ``blocks_needed`` count. The last
-        holder writes in place. Each fork takes one of ``max_sequences``, and is committed, grown and released like any
-        sequence. Write the KV of shared tokens that are not committed yet once, for all that share them, and before one
-        of them appends.
-
-        ``stream``: where the forks will be used (default: the parent's). It waits for what the parent was used for so
-        far.
-        Thread-safe. Raises OutOfSequences, UnknownSequence (also for reservations, which cannot be forked),
-        DeviceError, ValueError, TypeError.
-        """
-        which, count = id_array("ids", ids), integer_argument("n", n, 0, 1 << 24)
-        if len(which) * count > len(self.core.tokens.sequences):
-            # It is refused in any case, so nothing is allocated for it.
-            self.core.use(stream, _refuse_forks, which, len(which) * count, ids=which)
-        out = np.full((len(which), count), records.NONE)
-        self.core.decide(stream, verbs.fork, which, out, ids=which)
-        return out[0] if is_integer(ids) else out
-
-    def reorder(self, ids: Ids, parents: Ids, *, store: bool = False, stream: StreamLike = None) -> None:
-        """The step of a beam search: sequence ``ids[i]`` continues what ``ids[parents[i]]`` has now, all at once.
-
-        Changes the pool. ``parents``: int64[n], places in ``ids``. A parent that several name is shared by them, as
-        ``fork`` shares. What no sequence names is given back as by ``release(store=store)``. Ids and their rows in
-        block tables stay. Lengths, committed and cached tokens become the parent's; so does the stream, unless
-        ``stream`` names another. Takes no blocks. One call takes several groups of beams.
-
-        Thread-safe. Raises UnknownSequence, DeviceError, ValueError, TypeError.
-        """
-        which = id_array("ids", ids)
-        places = each_argument("parents", parents, len(which), highest=len(which) - 1)
-        before = np.empty((len(which), records.SEQUENCE.itemsize), np.uint8)
-        scratch, kept = np.zeros((3, len(which)), np.int64), bool_argument("store", store)
-        now_ms = self.core.now()
-        self.core.decide(stream, verbs.reorder, which, places, kept, now_ms, address(before), scratch, ids=which)
-
-    def accept_drafts(
-        self, ids: Ids, drafts: Ids, accepted: Integers, counts: Ids | None = None, *, stream: StreamLike = None
-    ) -> None:
-        """Keep those of the last ``drafts[i]`` tokens of each sequence that the model accepted; drop the others.
-
-        Changes the pool. ``accepted``: int[sum of counts]. For one sequence after the other, it has ``counts[i]``
-        indices among the drafts (0 is the first), in rising order. With one id, all indices are for that sequence. A
-        path through a tree of drafts is in rising order if parents were appended before their children. The accepted
-        tokens then follow the text directly: their ids and their KV are moved, across blocks, in all layers and planes.
-        Drafts are tokens that are not committed.
-
-        The move is enqueued on the engine's stream that has written the drafts. It is one launch for each stream of the
-        call, or several on a GPU if very many tokens move. If the accepted drafts are the first ones, nothing moves, as
-        in ``rewind``. A block that others hold is copied, never written. States of recurrent groups are not moved: see
-        ``state_blocks``.
-
-        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError, TypeError. Thread-safe.
-        """
-        which = id_array("ids", ids)
-        tails, path = count_array("drafts", drafts, which), int64_array("accepted", accepted)
-        each = split_argument(counts, which, "accepted", path)
-        self.core.decide(
-            stream, verbs.accept_drafts, which, tails, path, each, tails - each, self.core.now(), ids=which
-        )
-
-    @overload
-    def cached_tokens(self, ids: int | np.integer[Any]) -> int: ...
-    @overload
-    def cached_tokens(self, ids: Integers) -> Int32s: ...
-    def cached_tokens(self, ids: Ids) -> int | Int32s:
-        """Tokens that each sequence reused when it was added: int for one id, int32[n] for several."""
-        return self._field("cached", ids)
-
-    @overload
-    def sequence_length(self, ids: int | np.integer[Any]) -> int: ...
-    @overload
-    def sequence_length(self, ids: Integers) -> Int32s: ...
-    def sequence_length(self, ids: Ids) -> int | Int32s:
-        """Tokens of each sequence."""
-        return self._field("length", ids)
-
-    @overload
-    def committed_tokens(self, ids: int | np.integer[Any]) -> int: ...
-    @overload
-    def committed_tokens(self, ids: Integers) -> Int32s: ...
-    def committed_tokens(self, ids: Ids) -> int | Int32s:
-        """Leading tokens of each sequence whose KV is written."""
-        return self._field("committed", ids)
-
-    def request_stats(self, ids: Ids) -> statistics.RequestStats:
-        """What live sequences have reused, computed, decoded, dropped and computed in vain: see ``RequestStats``.
-
-        Call it before ``release``. Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError,
-        ValueError.
-        """
-        which = id_array("ids", ids)
-        with self.core.lock, self.core.changes:
-            figures = statistics.requests(self.core, self.core.rows(which))
-        return statistics.RequestStats(*(int(figure[0]) for figure in figures)) if is_integer(ids) else figures
-
-    def _field(self, name: str, ids: Ids) -> Any:
-        which = id_array("ids", ids)
-        with self.core.lock, self.core.changes:
-            values = self.core.tokens.sequences[name][self.core.rows(which)]
-        return int(values[0]) if is_integer(ids) else values
 
     # -- holds on blocks -------------------------------------------------------------------------
 
@@ -511,13 +233,6 @@ class KVCacheManager(Hints, BlockTables, Closing):
         sequence continues in a copy.
         """
         return self._leases.pin(None, id_array("ids", ids), control.ANY_TIER, owner, stream)
-
-    @property
-    def sequences(self) -> list[int]:
-        """The ids of live sequences, those that are swapped out included. Thread-safe. Raises PoolClosed."""
-        with self.core.lock, self.core.changes:
-            self.core.check_open()
-            return self.core.live(records.LIVE | records.SWAPPED).tolist()
 
     @property
     def leases(self) -> list[Lease]:
@@ -630,131 +345,6 @@ class KVCacheManager(Hints, BlockTables, Closing):
         owner = text_argument("owner", owner)
         return self._leases.revoke(owner) + self._reservations.revoke(owner)
 
-    # -- moving content between the tiers --------------------------------------------------------
-
-    def prefetch(self, prompt: Prompt) -> int:
-        """Onboard the prompt's cached full blocks that are only on the host, without holding them. Returns how many.
-
-        With a window, it onboards those that adding the prompt would reuse. It stops when no device block is free.
-        Changes the pool.
-        """
-        keys = self._keys_of(prompt)
-        full = len(keys) // self.tokens_per_block
-        ids = np.empty((len(self.core.states), full), np.int32)
-        return int(self.core.decide(None, verbs.prefetch, request_of(keys), ids, self.core.now()))
-
-    def offload(self, prompt: Prompt | Keys) -> int:
-        """Copy cached device blocks to the host and keep both copies. Returns how many were copied.
-
-        A later eviction from the device then costs no copy. Takes a prompt, or keys. Stops when the host has no room.
-        Changes the pool.
-        """
-        return int(self.core.decide(None, verbs.offload, self._named(prompt)[1], self.core.now()))
-
-    # -- cached content by name ------------------------------------------------------------------
-
-    def cached_blocks(self, prompt: Prompt | Keys, *, tier: str | None = None) -> Bools:
-        """Which blocks of a prompt, or of keys, are cached: bool[groups, n], for each group of layers and each key.
-
-        ``tier``: "device" or "host", None for any. The answer may be outdated when the call returns. Thread-safe;
-        changes nothing. Raises TypeError, ValueError, PoolClosed.
-        """
-        which, rows = tier_number(tier), self._named(prompt)[1]
-        out = np.empty((len(self.core.states), len(rows)), np.bool_)
-        with self.core.lock, self.core.changes:
-            self.core.check_open()
-            control.cached(self.core.states.groups, rows, which, out)
-        return out
-
-    def missing_blocks(self, prompt: Prompt, there: object) -> MissingBlocks:
-        """Which blocks a loader should load for a prompt, so that more of it can be reused.
-
-        ``there``: bool[groups, full blocks of the prompt], the blocks that it can load. The answer has the number of
-        tokens that could then be reused. For each group of layers, it has the blocks that are lacking for that: in a
-        group with attention to all tokens all of them, in a group with a window those that the next token sees, in a
-        recurrent group the last state. It has no blocks if nothing is gained. Thread-safe; changes nothing. Raises
-        TypeError, ValueError, PoolClosed.
-        """
-        keys, groups = self._keys_of(prompt), self.core.states.groups
-        rows = key_rows(keys)
-        brought = _flags(there, (len(groups), len(rows)))
-        cached = np.empty_like(brought)
-        with self.core.lock, self.core.changes:
-            self.core.check_open()
-            control.cached(groups, rows, control.ANY_TIER, cached)
-            lacks = brought | cached
-            most = int(index.missing_blocks(groups, request_of(keys), cached, lacks))
-        return MissingBlocks(most * self.tokens_per_block, tuple(np.flatnonzero(group_lacks) for group_lacks in lacks))
-
-    def explain(self, prompt: Prompt) -> Explanation:
-        """Count the tokens of a prompt that the device and the host have, and say for the rest why not, by code and
-        position. See ``Explanation``.
-
-        Looks at every block of the prompt, and hashes it again for other namespaces that have or had sequences: for
-        diagnosis, not for every request. Show the result to operators of the engine only, not to senders of prompts:
-        "other_namespace" reveals what others have sent. Thread-safe; changes nothing. Raises TypeError, ValueError,
-        PoolClosed.
-        """
-        keys = self._keys_of(prompt)
-        match = self._match(keys)
-        full = len(keys) // self.tokens_per_block
-        lacks = np.zeros(full, np.bool_)
-        for blocks in self.missing_blocks(keys, np.ones((len(self.groups), full), np.bool_)).blocks:
-            lacks[blocks] = True
-        return explained(self.core, keys, match, lacks)
-
-    def forget(
-        self,
-        prompt: Prompt | Keys | None = None,
-        *,
-        namespace: Namespace | None = None,
-    ) -> int:
-        """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
-
-        ``prompt``: a prompt. This forgets its full blocks, and a stored tail with which the rest of it begins. Content
-        that was computed after them stays, but nobody finds it without these blocks. Or keys. ``namespace``: a pair
-        (salt, adapter_id), whose whole content is forgotten, as when a tenant leaves. That looks at every block of the
-        pool, under the lock.
-
-        Blocks that nobody holds are then empty, and are taken first. Blocks of sequences, reservations and leases keep
-        their bytes until nobody holds them. A sequence or a reservation of the namespace, or with a block of the prompt
-        or of the keys, publishes nothing from now on. Otherwise what it commits later would bring the content back. An
-        ``import_blocks`` that is running is not stopped.
-
-        Counted as ``forgotten_by_call_blocks``, with "removed" events. Changes the pool; thread-safe. Raises TypeError,
-        ValueError, PoolClosed.
-        """
-        if (prompt is None) == (namespace is None):
-            raise TypeError(f"prompt, namespace: expected exactly one of them, got {prompt!r:.80}, {namespace!r:.80}")
-        if namespace is not None:
-            tag = self._root(*namespace_argument("namespace", namespace))[0]
-            return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
-        keys, rows = self._named(prompt)
-        ordered, now_ms = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
-        if keys is None:
-            return int(self.core.decide(None, control.forget_keys, rows, ordered, now_ms))
-        return int(self.core.decide(None, control.forget_prompt, request_of(keys), rows, ordered, now_ms))
-
-    def set_priority(self, prompt: Prompt | Keys, priority: int, *, ttl_ms: int | None = None) -> int:
-        """Give the cached full blocks of a prompt, or of keys, another priority. Returns how many were found.
-
-        ``priority``: 0 (evicted first) to 100 (stays longest). ``ttl_ms``: after so long the priority falls to the
-        default. The time begins now, or at the release of a block that somebody holds. A block whose priority changes
-        is the last victim of its new one; others keep their place. A later request that hits the block can change it
-        again by a retention range. Emits "updated" events. Changes the pool; thread-safe. Raises TypeError, ValueError,
-        PoolClosed.
-        """
-        value, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
-        return int(self.core.decide(None, control.set_priority, self._named(prompt)[1], value, ttl, self.core.now()))
-
-    def _named(self, prompt: object) -> tuple[BlockKeys | None, Int64s]:
-        """A prompt and its keys, or keys alone. Raises TypeError, ValueError."""
-        prompt = in_numpy("prompt", prompt)
-        if not isinstance(prompt, BlockKeys) and is_keys(prompt):
-            return None, key_rows(prompt)
-        keys = self._keys_of(prompt)
-        return keys, key_rows(keys)
-
     # -- the memory of the pool ------------------------------------------------------------------
 
     @property
@@ -845,7 +435,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
     @property
     def closed(self) -> bool:
-        return self._report is not None
+        return self._shutdown.report is not None
 
     def now(self) -> int:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
@@ -978,48 +568,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         Raises PoolBusy, with nothing changed, while arrays that were made of exports live. With ``force=True`` it
         closes, and their memory stays until they are gone, but the pool no longer orders accesses to it.
         """
-        force = bool_argument("force", force)
-        self.core.refuse_inside("close")
-        if self._loans:
-            gc.collect()  # A view that nobody can reach does not count.
-        now_ms = self.core.now() if self._leases.all or self._reservations.ids() else 0
-        with self.core.lock, self.core.changes:
-            views = len(self._loans)
-            if self._report is None and views and not force:
-                raise PoolBusy(
-                    f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)"
-                )
-            if self._report is None:
-                held = (
-                    [(holder.owner, max(0, now_ms - holder.since)) for holder in holders]
-                    for holders in (self._leases.all, self._reservations.all)
-                )
-                self._report = CloseReport(self.core.live(records.LIVE | records.SWAPPED).tolist(), *held)
-            self.core.closed = True
-            self._leases.clear()
-            self._reservations.clear(now_ms)
-        # A call that was interrupted here goes on at the next call.
-        with self._closing:
-            if not self._freed:
-                self._free()
-                self._freed = True
-        return self._report
-
-    def _free(self) -> None:
-        """Free all memory, once nobody uses it."""
-        try:
-            # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
-            self.core.transfer.close()
-            self.core.device.synchronize()
-        except DeviceError as error:
-            if not error.sticky and self.core.transfer.broken is None:
-                raise
-        finally:
-            self._sharing.close()
-            self._staging.close()
-            self._imports.close()
-            if self._owns_device:
-                self.core.device.close()
+        return self._shutdown.close(bool_argument("force", force))
 
     def __exit__(self, kind: object = None, *error: object) -> None:
         report = self.close(force=True)
@@ -1035,36 +584,3 @@ for _base in KVCacheManager.__mro__:
     for _name, _member in vars(_base).items():
         if isinstance(_member, FunctionType) and _member.__module__.startswith("kvpool.pool.") and _name[0] != "_":
             _member.__qualname__ = f"KVCacheManager.{_name}"
-
-
-def _release_arguments(
-    ids: object, store: object, stop: object, ends: object, returns: object
-) -> tuple[Int64s, Any, Any]:
-    """The sequences that a call releases, the verb for it, and its other arguments. Raises TypeError, ValueError."""
-    which, keep = id_array("ids", ids), bool_argument("store", store)
-    if stop is None and ends is False and returns is None:
-        return which, verbs.release, (keep,)
-    said = stop_argument(stop), returns_argument(ends, returns)
-    return (which, verbs.release_saying, (keep, *said)) if any(said) else (which, verbs.release, (keep,))
-
-
-def _refuse_forks(groups: Int64s, ids: Int64s, wanted: int) -> int:
-    """Refuse a call for more forks than the pool has rows for: return the error of an id, or raise OutOfSequences. The
-    caller holds the state lock."""
-    error = int(check_ids(groups, ids, True))
-    if error:
-        return error
-    raise OutOfSequences(wanted, int(groups[0, records.H.free_rows]))
-
-
-def _flags(there: object, shape: tuple[int, int]) -> Bools:
-    """Private bool[groups, full blocks]."""
-    values = in_numpy("there", there)
-    if isinstance(values, (list, tuple)):
-        values = np.array(values)
-    if not isinstance(values, np.ndarray):
-        raise TypeError(f"there: expected bool{list(shape)}, got {there!r:.80}")
-    flags = np.asarray(values)[...]
-    if flags.dtype != np.bool_ or flags.shape != shape:
-        raise ValueError(f"there: expected bool{list(shape)}, got shape {flags.shape} and dtype {flags.dtype}")
-    return flags.copy()

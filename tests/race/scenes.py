@@ -33,7 +33,8 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), or only judges (verify).
 _STATE = {path for path in (_PACKAGE / "state").rglob("*.py") if path.stem not in ("hashing", "verify")}
-_VERBS = ("block_tables", "core", "deadlines", "exclusive", "leases", "manager", "prompts", "reservations")
+_PARTS = ("core", "deadlines", "exclusive", "leases", "reservations", "shutdown")
+_VERBS = (*_PARTS, "block_tables", "cached_content", "live_sequences", "manager", "prompts")
 FILES = {
     *map(str, _STATE),
     *(str(_PACKAGE / "pool" / f"{name}.py") for name in _VERBS),
