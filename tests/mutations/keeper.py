@@ -61,7 +61,7 @@ MUTATIONS = (
         "len(loading.blocks)",
         "A changed byte in a store becomes a wrong token.",
         (
-            "tests/stores/test_both_hosts.py::test_a_changed_byte_never_comes_in[pool]",
+            "tests/stores/test_storage_contract.py::test_a_changed_byte_never_comes_in[pool]",
             f"{_FAILURES}test_what_came_before_a_failure_is_used",
         ),
     ),
@@ -152,7 +152,7 @@ MUTATIONS = (
         "Every request waits for a store that is dead.",
         (
             "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",
-            "tests/stores/test_both_hosts.py::test_a_store_that_fails_is_left_alone_and_used_again",
+            "tests/stores/test_storage_contract.py::test_a_store_that_fails_is_left_alone_and_used_again",
         ),
     ),
     Mutation(
@@ -253,7 +253,7 @@ MUTATIONS = (
         "pass",
         "A quarter of the host is taken by what nobody has used for longest.",
         tuple(
-            f"tests/stores/test_both_hosts.py::test_what_is_saved_before_it_goes_goes_in_its_order[{host}]"
+            f"tests/stores/test_storage_contract.py::test_what_is_saved_before_it_goes_goes_in_its_order[{host}]"
             for host in ("pool", "cache")
         ),
     ),
