@@ -82,14 +82,6 @@ def test_an_absent_key_is_not_asked_for_in_every_step(make: Callable[..., Engine
     assert engine.ask(3) == [HERE] * 3, "what was published since may be asked for at once"
 
 
-def test_what_came_from_a_store_is_not_saved_to_it_again(make: Callable[..., Engine]) -> None:
-    engine = make()
-    engine.saved(4)
-    assert engine.ask(4) == [HERE] * 4
-    engine.read(4)
-    assert engine.manager.drain(600) and engine.manager.stats().saved == 4
-
-
 def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Callable[..., Engine]) -> None:
     stores = [Wrong(MemoryStore(256 * BLOCK_BYTES)) for _ in range(2)]
     engine = make(*stores)

@@ -1,16 +1,17 @@
-"""What the storage managers of a pool and of a HostCache promise alike: what is saved comes back, and whatever a
-store does, nothing
-wrong comes in, nobody waits for it, and what is given up is counted."""
+"""The contract of storage managers, of a pool and of a HostCache, over stores: what is saved comes back, and whatever a
+store does, nothing wrong comes in, nobody waits for it, and what is given up is counted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpool.storage import OK, REFUSED, BreakerStats, LoadOrCompute, MemoryStore
+from kvpool.storage.backends.disk import DiskStore
 from tests.stores import host_lab, pool_lab
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Wrong, fail, names
 from tests.waiting import until
@@ -185,12 +186,22 @@ def saved_documents(made: Callable[..., Host], store: Wrong, count: int) -> None
     first.close()
 
 
-def test_what_one_has_saved_the_next_one_finds(made: Callable[..., Host], store: Wrong) -> None:
-    saved_documents(made, store, 2)
-    host = made(store)
+@pytest.fixture(params=["memory", "disk"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    """Open a store again and again, as one process after the other does."""
+    in_memory = MemoryStore(256 * BLOCK_BYTES)
+    return lambda: Wrong(in_memory if request.param == "memory" else DiskStore(tmp_path / "store", 256 * BLOCK_BYTES))
+
+
+def test_what_one_has_saved_the_next_one_finds(made: Callable[..., Host], kept: Callable[[], Wrong]) -> None:
+    saved_documents(made, kept(), 2)
+    host = made(kept())
     assert host.here(0) == 0
     assert bring(host, 0) == bring(host, 1) == BLOCKS and bring(host, 2) == 0
-    assert made(Wrong(store.inner), identity=OTHER).saved == 0
+    assert host.manager.drain(600) and host.saved == 0, "what came from a store is not saved to it again"
+    host.close()
+    other = made(kept(), identity=OTHER)
+    assert bring(other, 0) == other.saved == 0
 
 
 @pytest.mark.parametrize("save", ["evict", "reuse"])
@@ -228,8 +239,8 @@ def test_what_is_saved_before_it_goes_goes_in_its_order(made: Callable[..., Host
     assert left[0] == left[1] and 0 in left[0]
 
 
-def test_nothing_from_before_a_clear_is_found(made: Callable[..., Host], store: Wrong) -> None:
-    host = made(store)
+def test_nothing_from_before_a_clear_is_found(made: Callable[..., Host], kept: Callable[[], Wrong]) -> None:
+    host = made(kept())
     for number in range(2):
         host.write(number)
     host.clear()
@@ -237,6 +248,9 @@ def test_nothing_from_before_a_clear_is_found(made: Callable[..., Host], store: 
     host.write(0)
     host.drop(0)
     assert bring(host, 0) == BLOCKS and bring(host, 1) == 0
+    host.close()
+    later_process = made(kept())
+    assert bring(later_process, 0) == BLOCKS and bring(later_process, 1) == 0
 
 
 # -- stores that lie, fail, hang -------------------------------------------------------------------------
