@@ -1,0 +1,26 @@
+"""Figures that the pool and its model count alike."""
+
+COUNTERS = (
+    "prompt_tokens",
+    "reused_device_tokens",
+    "reused_host_tokens",
+    "partial_tokens",
+    "reused_device_blocks",
+    "reused_host_blocks",
+    "partial_blocks",
+    "missed_blocks",
+    "offloaded_blocks",
+    "onboarded_blocks",
+    "forgotten_device_blocks",
+    "forgotten_host_blocks",
+    "offloads_saved",
+    "copied_blocks",
+    "redundant_dropped",
+    "expired_blocks",
+    "passed_blocks",
+    "forgotten_by_call_blocks",
+    "appended_tokens",
+    "dropped_tokens",
+    "recomputed_tokens",
+    "bypassed_tokens",
+)
