@@ -79,7 +79,7 @@ class DiskStore:
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
     fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
     being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its seal finds that. So after a crash the first save of a block that was there at the opening compares its bytes.
+    its MAC finds that. So after a crash the first save of a block that was there at the opening compares its bytes.
     Other bytes are written to another slot, and one transaction puts it in the place of the old one. Whenever power
     fails, the old bytes or the new ones are there.
 

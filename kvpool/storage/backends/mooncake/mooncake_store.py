@@ -102,7 +102,7 @@ class MooncakeStore:
 
     Notes
     -----
-    Each block and its seal are one object, written from their places in memory without a copy. Where its rows have room
+    Each block and its MAC are one object, written from their places in memory without a copy. Where its rows have room
     behind them, the two are one piece of it: each piece costs, however small. A save is OK only if the
     object is there afterwards; it is then not evicted while its lease lasts. A limit of a namespace counts what this
     worker has saved, not what others have.
@@ -267,7 +267,7 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Bytes]:
-        """Registered memory of a call: uint8[most, bytes], whose last MAC_BYTES of each row are a seal."""
+        """Registered memory of a call: uint8[most, bytes], whose last MAC_BYTES of each row are a MAC."""
         self._opened()
         area = self._areas.get()
         try:

@@ -67,7 +67,7 @@ class StoreWelcome(Message):
 @dataclass(frozen=True)
 class StoreCall(Message):
     """One call of the store. A frame with the keys follows, but for "clear", "epoch" and "renew". For "save" follow
-    seals, and the blocks.
+    MACs, and the blocks.
 
     ``call``: one of CALLS. ``wait_ms``: how long the caller waits for the answer. ``tag``: of "save", or the beginning
     of tags of a call without keys, in hex. ``limit``: of "save". ``session``: of the client, in hex. ``era``: how many
@@ -88,7 +88,7 @@ class StoreDone(Message):
     """The answer to a call. ``count``: how many blocks were dropped. ``holds``, ``capacity``: blocks that the server's
     store has and can have, 0 if it does not say it.
 
-    After "find" and "save" follows a frame of codes. After "load" follow codes, seals, and the blocks whose code is OK,
+    After "find" and "save" follows a frame of codes. After "load" follow codes, MACs, and the blocks whose code is OK,
     one after the other. After "epoch", and "renew", which begins one, it follows as a frame; ``count`` is 0 if the
     store has none."""
 
@@ -136,7 +136,7 @@ class PeerStore:
         The server's ``endpoint``. Other machines only with ``keys``.
     secret, secret_file
         What all clients of this content share: 32 bytes, or the path of a file with 64 hex digits that only its owner
-        may read. Keys and seals are made from it.
+        may read. Keys and MACs are made from it.
     keys
         CURVE keys of this client and of the server. The server need not know the secret then.
     timeout_ms
@@ -183,7 +183,7 @@ class PeerStore:
 
     @property
     def secret(self) -> bytes:
-        """What keys and seals are made from, 32 bytes: the same for all clients with this secret."""
+        """What keys and MACs are made from, 32 bytes: the same for all clients with this secret."""
         return self._secret.derived(b"kvpool.storeseal")
 
     def __repr__(self) -> str:

@@ -86,7 +86,7 @@ class S3Store:
 
     Notes
     -----
-    The blocks of one save are one object, of up to 8 MiB unless a block is larger, with their seals and their names.
+    The blocks of one save are one object, of up to 8 MiB unless a block is larger, with their MACs and their names.
     Names are keyed hashes: they tell nothing of the content, and which blocks are of one namespace. Which blocks there
     are stands in an index in memory. It learns by listing the bucket what others have saved, once a second at most.
 
@@ -431,7 +431,7 @@ class S3Store:
         starts = [pack.begins + place * self._size for _, place in places]
         code, chunks = self._ranges(pack, starts, self._size)
         for (which, _), data in zip(places, chunks if code == OK else (), strict=False):
-            # What is too short keeps a seal of zeros, which fits no block.
+            # What is too short keeps a MAC of zeros, which fits no block.
             if len(data) == self._size:
                 got = np.frombuffer(data, np.uint8)
                 macs[which], self._memory[rows[which]] = got[:MAC_BYTES], got[MAC_BYTES:]
