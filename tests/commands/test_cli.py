@@ -69,13 +69,6 @@ def test_without_a_trace_a_seeded_workload_is_replayed(capsys: pytest.CaptureFix
     assert first["hits"]["partial_tokens"] > 0
 
 
-def test_standard_input_is_a_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    data = "".join(json.dumps({"tokens": [1, 2, 3]}) + "\n" for _ in range(3)).encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
-    summary = summary_of(capsys, "-", *SMALL)
-    assert summary["requests"] == 3 and summary["config"]["format"] == "native"
-
-
 @pytest.mark.parametrize(
     ("arguments", "device_blocks", "host_blocks"),
     [
@@ -93,16 +86,6 @@ def test_sizes_become_blocks(
     path.write_text('{"tokens": [1]}\n')
     config = summary_of(capsys, str(path), *arguments)["config"]
     assert (config["device_blocks"], config["host_blocks"]) == (device_blocks, host_blocks)
-
-
-def test_a_replay_takes_a_models_own_description(
-    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.json"
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    path.write_text(json.dumps({**shape, "torch_dtype": "bfloat16"}))
-    config = summary_of(capsys, trace, "--model", str(path), "--device-blocks", "300")["config"]
-    assert [config[name] for name in ("layers", "kv_heads", "head_dim", "dtype")] == [2, 2, 8, "bfloat16"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:

@@ -162,19 +162,6 @@ def test_a_pool_without_events_has_no_snapshot(make: Make) -> None:
         engine.cache.events(snapshot=1)
 
 
-def test_events_name_salt_adapter_and_where_a_prompt_begins(make: Make) -> None:
-    engine = make(P=16, event_capacity=64)
-    engine.cache.events()
-    engine.seed(range(9), committed=8, salt=b"s", adapter_id=3)
-    engine.seed(range(13), committed=12, salt=b"s", adapter_id=3)
-    engine.seed(range(5), committed=4)
-    first, second, third = engine.cache.events()
-    assert [(event.salt, event.adapter_id) for event in (first, second, third)] == [(b"s", 3), (b"s", 3), (None, None)]
-    assert first.parent is None and third.parent is None
-    assert second.parent is not None and second.parent.tobytes() == np.asarray(first.keys)[1].tobytes()
-    assert first.namespace == second.namespace != third.namespace
-
-
 @pytest.mark.parametrize("names", [{}, {"salt": "s", "adapter_id": 3}], ids=str)
 @pytest.mark.parametrize("way", ["sequence", "reservation", "import"])
 def test_events_name_where_a_prompt_begins_whoever_brings_it(make: Make, way: str, names: dict[str, Any]) -> None:
@@ -194,17 +181,6 @@ def test_events_name_where_a_prompt_begins_whoever_brings_it(make: Make, way: st
     assert len(stored) == 2, "once when it was stored, once in the snapshot"
     for event in stored:
         assert event.parent is None and (event.salt, event.adapter_id) == (names.get("salt"), names.get("adapter_id"))
-
-
-def test_stored_events_have_the_extra_ids(make: Make) -> None:
-    engine = make(P=16, event_capacity=64)
-    engine.cache.events()
-    extra = [0, 0, 0, 5, 5, 0, 0, 0, 0]
-    engine.seed(range(9), committed=8, extra_ids=extra)
-    engine.seed(range(20, 29), committed=8)
-    first, second = engine.cache.events()
-    assert np.asarray(first.extra_ids).ravel().tolist() == extra[:8]
-    assert second.extra_ids is None
 
 
 def test_names_of_what_is_gone_are_forgotten_and_others_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

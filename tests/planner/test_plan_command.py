@@ -216,15 +216,6 @@ def test_without_matplotlib_the_extra_is_named(
     assert out == "" and 'pip install ".[plot]"' in err
 
 
-def test_a_chart_that_cannot_be_written_is_an_error_before_the_work(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", trace, "--plot", str(tmp_path / "nowhere" / "a.svg")])
-    out, err = capsys.readouterr()
-    assert not out and "--plot: expected a file in a folder that exists" in err and "nowhere" in err
-
-
 def test_a_chart_that_turns_out_not_to_be_writable_is_an_error_after_the_plan(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,14 +258,9 @@ def test_wrong_usage_says_what_is_accepted(
     assert re.search(reason, capsys.readouterr().err)
 
 
-def test_a_broken_trace_and_an_empty_sample_are_errors(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_sample_is_an_error(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", trace, "--sample", "0"]) == 2
     assert "sample: expected 1e-06 to 1, got 0.0" in capsys.readouterr().err
-    with open(trace, "a") as file:
-        file.write('{"timestamp": 1}\n')
-    assert main(["plan", trace]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and f"error: {trace}, line 7: column 'input_length' is missing" in err
 
 
 def test_control_c_prints_the_plan_so_far(

@@ -105,20 +105,6 @@ def test_stored_blocks_say_what_kind_of_group_has_them(routers: Callable[..., Gr
             ]
 
 
-def test_removed_blocks_name_the_group_that_gave_them_back(routers: Callable[..., GroupRouter]) -> None:
-    with (
-        pool_of("full window", device=6, host=0, event_capacity=512) as cache,
-        KVEventPublisher(cache, interval_ms=1) as publisher,
-    ):
-        router = routers(publisher)
-        for start in range(0, 1000, 100):
-            seed(cache, range(start, start + 9))
-        assert there(router) == cached(cache)
-        removed = [event for event in router.events if event["type"] == "BlockRemoved"]
-        assert {event["group_idx"] for event in removed} == {0, 1}
-        assert publisher.stats().removed_blocks == sum(len(event["block_hashes"]) for event in removed)
-
-
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_one_group_is_published_as_if_it_were_a_pool(group: int, routers: Callable[..., GroupRouter]) -> None:
     with (

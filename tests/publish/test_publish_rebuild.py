@@ -199,20 +199,6 @@ def test_many_events_are_encoded_a_part_at_a_time(site: Site, monkeypatch: pytes
     assert len(sizes) > 20 and max(sizes) <= 6
 
 
-def test_what_somebody_else_took_is_made_up_for_at_once(site: Site) -> None:
-    engine, publisher, route = site(P=10, S=8)
-    router = route()
-    engine.seed(range(9), committed=8)
-    router.follow()
-    assert router.known["GPU"]
-    with engine.cache.core.lock:
-        engine.cache.reset()
-        assert engine.cache.events()
-    router.follow()
-    assert router.known == cached(engine.cache) == {"GPU": set(), "CPU": set()}
-    assert publisher.stats().lost_blocks == 1
-
-
 def test_events_lost_while_a_snapshot_is_made_are_not_passed_over(site: Site) -> None:
     engine, publisher, route = site(P=10, S=8, events=3, replay_messages=1)
     for seed in range(4):

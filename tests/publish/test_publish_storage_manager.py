@@ -69,7 +69,7 @@ def test_routers_know_what_stores_hold_after_a_reset(
 
 
 @pytest.mark.parametrize(("capacity", "replay_messages"), [(4096, 2), (4096, 10_000), (24, 2)])
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (1, 2))])
 def test_any_calls_with_resets_leave_routers_with_what_there_is(
     make: Callable[..., Engine], publish: Publish, route: Route, number: int, capacity: int, replay_messages: int
 ) -> None:

@@ -230,16 +230,6 @@ def test_a_replay_has_the_frames_of_vllms_own_publisher(
 # -- ends --------------------------------------------------------------------------------------
 
 
-def test_reset_clears_what_routers_know(site: Site) -> None:
-    engine, _, route = site()
-    router = route()
-    engine.seed(range(9), committed=8)
-    router.follow()
-    assert router.known["GPU"]
-    engine.cache.reset()
-    assert published(router)[-1] == CLEARED
-
-
 @pytest.mark.parametrize("which", ["publisher", "pool"])
 def test_blocks_of_a_publisher_that_has_gone_are_dropped(site: Site, which: str) -> None:
     engine, publisher, route = site()

@@ -3,7 +3,6 @@ hits."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,9 +105,3 @@ def test_several_clients_are_served_at_once(make: Make) -> None:
         assert at_once(fetch, range(3)) == [15, 15, 15]
         until(lambda: not there.cache.leases, "end of the leases")
     assert all(here.add(tokens).cached == 20 for here in readers for tokens in prompts)
-
-
-def test_an_ipc_endpoint_works(make: Make, tmp_path: Path) -> None:
-    with pair(make, 4, f"ipc://{tmp_path}/blocks", layout=LARGE) as (there, here, tokens, server, client):
-        assert client.fetch(tokens) == 4
-    assert here.add(tokens).cached == 16

@@ -126,15 +126,6 @@ def test_hits_in_two_tiers_are_those_of_one_lru_of_their_sum(device_blocks: int,
     assert hits.host_tokens > 0
 
 
-@pytest.mark.parametrize("host_blocks", [0, 4_000])
-def test_a_trace_of_chats_has_the_hits_of_one_lru(host_blocks: int) -> None:
-    trace, active = read_trace(str(data.CHATS), limit=50), 16
-    layout = BlockLayout.of_block_bytes(16, 16)
-    hits = run(trace, layout, device_blocks=4_000, host_blocks=host_blocks, active=active, partial=False).hits
-    assert hits.tokens == lru_hits(trace, 4_000 + host_blocks, active, 4_000) > 0
-    assert bool(hits.host_tokens) == bool(host_blocks)
-
-
 @pytest.mark.parametrize(("host_blocks", "expected"), [(0, 563_616), (50_000, 840_768)])
 def test_conversation_trace_has_the_hits_that_others_find(host_blocks: int, expected: int) -> None:
     trace = read_trace(str(data.recorded_or_skip()), limit=1000)
@@ -229,35 +220,6 @@ def test_requests_that_cannot_fit_are_skipped_and_named() -> None:
     assert summary.requests == 2 and summary.planned == 3
     assert summary.skipped == ["request 1 (line 2): 65 tokens need 5 blocks"]
     assert sum(seen) == 3
-
-
-def test_a_trace_of_which_nothing_fits_is_all_skipped() -> None:
-    summary = run(native((block(0) * 9, None)), device_blocks=2)
-    assert summary.requests == 0 and len(summary.skipped) == 1 and summary.hits.rate == 0
-
-
-def test_an_interrupted_replay_has_a_summary_so_far() -> None:
-    left = 10
-
-    def interrupt(_: int) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-
-    with Replay(synthetic(50), ReplayConfig(SMALL, 4000, verify=True, device="cpu"), progress=interrupt) as replay:
-        with pytest.raises(KeyboardInterrupt):
-            replay.run()
-        summary = replay.summary(interrupted=True)
-    assert summary.requests == 10 and summary.planned == 50 and summary.interrupted
-    assert "interrupted after 10 of 50 requests" in summary.text()
-
-
-def test_the_resolved_configuration_is_in_the_summary() -> None:
-    config = run(native((block(0), "a")), device_blocks=9, host_blocks=2, active=3).config
-    resolved = {"trace": "crafted", "device": "cpu", "device_blocks": 9, "host_blocks": 2, "active": 3}
-    resolved |= {"partial": True, "verify": False, "tokens_per_block": 16, "block_bytes": 256}
-    assert resolved.items() <= config.items()
 
 
 @pytest.mark.parametrize(("name", "value"), [("device_blocks", 0), ("host_blocks", -1), ("active", 0)])

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.common.arrays.layout import BlockLayout
-from kvpool.tools.replay import Replay, ReplayConfig, Request, Trace, TraceError, read_trace
+from kvpool.tools.replay import Request, TraceError, read_trace
 from kvpool.tools.replay.engine import Admit, Finish, schedule
 from kvpool.tools.replay.sessions import play
 from kvpool.tools.replay.traces import read_sessions
@@ -137,14 +136,6 @@ def test_a_replay_releases_a_request_when_it_has_ended(tmp_path: Path) -> None:
             assert len(running) < 2, "a user has one request at a time"
             running[step.request.index] = step.request
     assert not running
-
-
-def test_sessions_are_replayed_and_every_byte_is_right(tmp_path: Path) -> None:
-    trace = Trace("sessions", "agents", read(tmp_path, PACKED, RECORDED, users=2))
-    config = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 64, 64, device="cpu", verify=True)
-    with Replay(trace, config) as replay:
-        summary = replay.run()
-    assert summary.requests == 6 and summary.hits.tokens == 2 * (128 + 64)
 
 
 @pytest.mark.parametrize("command", ["replay", "plan"])

@@ -43,10 +43,6 @@ class StoreContract:
             for number in range(20):
                 assert np.array_equal(queue.memory[30 + number], content(number))
 
-    def test_a_block_that_is_not_there_is_absent(self, make: Open) -> None:
-        with open_queue(make(8)) as queue:
-            assert done(queue.load(keys_of(queue, 3), np.arange(3))).codes.tolist() == [ABSENT] * 3
-
     def test_other_bytes_under_a_key_that_is_there_are_not_an_error(self, make: Open) -> None:
         """Two workers may compute a block with other rounding."""
         with open_queue(make(8)) as queue:

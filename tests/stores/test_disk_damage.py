@@ -456,14 +456,6 @@ def test_where_no_other_slot_is_free_other_bytes_are_refused(doubtful: Path) -> 
     assert loaded(doubtful) == [0, 1, 2, 3]
 
 
-def test_what_was_forgotten_is_absent_after_a_crash(folder: Path, tmp_path: Path) -> None:
-    with open_queue(DiskStore(folder)) as queue:
-        assert queue.forget(keys_of(queue, 10)).wait(600)
-        later = crash(folder, tmp_path / "later")
-    with open_queue(DiskStore(later)) as queue:
-        assert codes_of(queue.find(keys_of(queue, BLOCKS))) == [ABSENT] * 10 + [OK] * (BLOCKS - 10)
-
-
 def test_the_last_of_two_rows_with_one_key_counts(tmp_path: Path) -> None:
     """Only damage makes them: a page that was copied."""
     store = DiskStore(tmp_path / "store", 200 * BLOCK_BYTES)
