@@ -26,7 +26,7 @@ API int cublasGetPointerMode_v2(Blas* handle, int* mode) { return *mode = handle
 API int cublasGetVersion_v2(Blas* handle, int* version) { return *version = 130000, 0; }
 
 // C = alpha op(A) op(B) + beta C, columns first. A grid of one block.
-#define PRODUCT(Number, name)                                                                                  \
+#define PRODUCT(Number, Sum, name)                                                                             \
     static void name(void** parameters, const unsigned* g, const unsigned* b, unsigned shared, unsigned first, \
                      unsigned count) {                                                                         \
         const Product* p = parameters[0];                                                                      \
@@ -34,20 +34,21 @@ API int cublasGetVersion_v2(Blas* handle, int* version) { return *version = 1300
         Number* c = p->c;                                                                                      \
         for (int j = 0; j < p->n; ++j) {                                                                       \
             for (int i = 0; i < p->m; ++i) {                                                                   \
-                Number sum = 0;                                                                                \
+                Sum sum = 0;                                                                                   \
                 for (int l = 0; l < p->k; ++l) {                                                               \
-                    sum += a[p->transpose_a ? l + (size_t)i * p->lda : i + (size_t)l * p->lda] *               \
+                    sum += (Sum)a[p->transpose_a ? l + (size_t)i * p->lda : i + (size_t)l * p->lda] *          \
                            other[p->transpose_b ? j + (size_t)l * p->ldb : l + (size_t)j * p->ldb];            \
                 }                                                                                              \
                 Number* to = &c[i + (size_t)j * p->ldc];                                                       \
-                *to = (Number)p->alpha * sum + (p->beta ? (Number)p->beta * *to : 0);                          \
+                *to = (Number)((Sum)p->alpha * sum + (p->beta ? (Sum)p->beta * *to : 0));                      \
             }                                                                                                  \
         }                                                                                                      \
     }                                                                                                          \
     static Twin name##_twin = {name, (const size_t[]){sizeof(Product)}, 1};
 
-PRODUCT(double, of_doubles)
-PRODUCT(float, of_floats)
+PRODUCT(double, double, of_doubles)
+PRODUCT(float, float, of_floats)
+PRODUCT(_Float16, float, of_halves)
 
 static int enqueue_product(Twin* twin, Blas* handle, Product product) {
     if (handle->pointers)
@@ -64,13 +65,16 @@ API int cublasSgemm_v2(Blas* handle, int ta, int tb, int m, int n, int k, const 
     return enqueue_product(&of_floats_twin, handle, (Product){ta, tb, m, n, k, lda, ldb, ldc, *alpha, *beta, a, b, c});
 }
 
-// Types as in cudaDataType: 0 is float, 1 is double. All four must be one.
+// Types as in cudaDataType: 0 is float, 1 is double, 2 is half, whose sums are float. All three must be one.
+enum { DOUBLE = 1, HALF, SUMS_IN_HALF = 64, PEDANTIC_SUMS_IN_HALF };
+
 API int cublasGemmEx(Blas* handle, int ta, int tb, int m, int n, int k, const void* alpha, const void* a, int type_a,
                      int lda, const void* b, int type_b, int ldb, const void* beta, void* c, int type_c, int ldc,
                      int compute, int algorithm) {
-    if (type_a != type_b || type_a != type_c || type_a > 1) return 15;
-    double by = type_a ? *(const double*)alpha : *(const float*)alpha,
-           plus = type_a ? *(const double*)beta : *(const float*)beta;
-    return enqueue_product(type_a ? &of_doubles_twin : &of_floats_twin, handle,
-                           (Product){ta, tb, m, n, k, lda, ldb, ldc, by, plus, a, b, c});
+    if (type_a != type_b || type_a != type_c || type_a > HALF) return 15;
+    if (compute == SUMS_IN_HALF || compute == PEDANTIC_SUMS_IN_HALF) return 15;
+    double by = type_a == DOUBLE ? *(const double*)alpha : *(const float*)alpha,
+           plus = type_a == DOUBLE ? *(const double*)beta : *(const float*)beta;
+    Twin* twin = type_a == DOUBLE ? &of_doubles_twin : type_a == HALF ? &of_halves_twin : &of_floats_twin;
+    return enqueue_product(twin, handle, (Product){ta, tb, m, n, k, lda, ldb, ldc, by, plus, a, b, c});
 }
