@@ -8,7 +8,7 @@ from tests.mutations.mutation import Mutation
 PEER, DOORS = "tests/stores/test_peer.py", "tests/stores/test_peer.py"
 IMPOSTORS = "tests/remote/test_remote_impostors.py"
 
-_CACHE = "tests/house/test_jit_cache.py::test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning"
+_CACHE = "tests/house/test_jit_places.py::test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning"
 
 MUTATIONS = (
     Mutation(
