@@ -1,27 +1,20 @@
-"""Record the kernels that copy the right bytes on this GPU: ``python -m asv_bench.prove_kernels``."""
+"""Test the kernels that copy on this GPU: ``python -m asv_bench.prove_kernels``."""
 
 from __future__ import annotations
 
 import sys
 
 from kvpool.device.cuda import CudaDevice, unusable
-from kvpool.device.cuda.calibration import KERNELS, difference, prove
+from kvpool.device.cuda.calibration import KERNELS
+from kvpool.device.cuda.cuda_device import wrong_bytes
 
 
 def prove_kernels() -> list[str]:
-    """Record each kernel that copies the right bytes, and return a line for each, with what is wrong with it."""
-    device, lines = CudaDevice(), []
-    device.kernels = set(KERNELS)
-    try:
-        stream = device.create_stream("proof")
-        for path in device._load_kernels():
-            wrong = difference(device, stream, path)
-            if not wrong:
-                prove(path, device.capability, device.device_name, device.driver)
-            lines.append(f"{path}: {wrong or f'proven for compute capability {device.capability}'}")
-    finally:
-        device.close()
-    return lines
+    """A line for each kernel: that it copies the right bytes, or what is wrong with it."""
+    device = CudaDevice()
+    name, index = device.device_name, device.index
+    device.close()
+    return [f"{path}: {wrong_bytes(index, path) or f'copies the right bytes on {name}'}" for path in KERNELS]
 
 
 def main() -> None:

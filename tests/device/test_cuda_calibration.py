@@ -19,12 +19,10 @@ from kvpool.device.cuda.calibration import (
     BULK,
     DIRECTIONS,
     KERNEL,
-    KERNELS,
     OFFLOAD,
     ONBOARD,
     PATHS,
     PLAIN,
-    PROVEN,
     WITHIN,
     Calibration,
     Measurement,
@@ -33,12 +31,9 @@ from kvpool.device.cuda.calibration import (
     load,
     measure,
     place,
-    prove,
-    proven,
     store,
 )
 from kvpool.device.cuda.cuda_memory import link_of
-from kvpool.device.launches import cuda_sources
 from kvpool.device.work import Fragments
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
@@ -308,23 +303,3 @@ def test_a_path_is_measured_by_its_own_copies(monkeypatch: pytest.MonkeyPatch) -
     measure(device, [PLAIN, BATCHED, KERNEL, BULK], sizes=[64], counts=[2])
     assert used == [path for path in (PLAIN, BATCHED, KERNEL, BULK) for _ in DIRECTIONS]
     device.close()
-
-
-def test_a_kernel_is_proven_for_one_compute_capability_and_one_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "proven.json"
-    file.write_text("[]")
-    assert proven("9.0", file) == set()
-    for driver in (13000, 13010):
-        prove(KERNEL, "9.0", "NVIDIA H100", driver, file)
-    assert proven("9.0", file) == {KERNEL} and proven("8.0", file) == set()
-    (row,) = json.loads(file.read_text())
-    assert row["gpu"] == "NVIDIA H100" and row["driver"] == 13010
-    monkeypatch.setattr(calibration, "cuda_source", lambda name: "another one")
-    assert proven("9.0", file) == set()
-
-
-def test_the_records_of_this_installation_are_of_kernels_that_it_has() -> None:
-    rows = json.loads((cuda_sources() / PROVEN).read_text())
-    assert all(row["path"] in KERNELS and row["gpu"] for row in rows)

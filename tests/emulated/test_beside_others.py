@@ -16,9 +16,10 @@ import pytest
 from engine import small_layout
 from kvpool import BlockLayout, KVCacheManager, PagedKV, gather_kv
 from kvpool.device.base import Stream
-from kvpool.device.cuda import CudaDevice
+from kvpool.device.cuda import CudaDevice, native
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import Calibration, Measurement
+from kvpool.device.cuda.launcher import CudaLauncher
 from kvpool.device.memory.kv_copy import load_kernel
 from kvpool.device.work import Fragments
 from steps import arrays
@@ -315,7 +316,7 @@ def test_fragments_are_copied_in_the_way_that_was_measured(
     device.close()
 
 
-def test_no_kernel_is_chosen_that_nobody_asked_for_and_nothing_has_proven(
+def test_no_kernel_is_chosen_that_nobody_asked_for_and_that_has_passed_no_test(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves = np.stack([np.arange(4), 6 + np.arange(4), np.full(4, 4), np.zeros(4, int)], axis=1)
@@ -332,19 +333,63 @@ def test_no_kernel_is_chosen_that_nobody_asked_for_and_nothing_has_proven(
         device.close()
         return grown["launches"]
 
-    monkeypatch.setattr(cuda, "proven", lambda capability: set())
+    assert launches() == 1, "both have passed the test"
+    monkeypatch.setattr(cuda, "_TESTED_FROM", (9, 1))
     assert launches() == 0
     assert launches("kernel") == 1, "a name asks for it"
     monkeypatch.setenv("KVPOOL_COPY_KERNELS", "kernel")
     assert launches() == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "none")
+    assert launches() == 0
     monkeypatch.setenv("KVPOOL_COPY_KERNELS", "warp,kernel")
     with pytest.raises(ValueError, match="KVPOOL_COPY_KERNELS: expected .*got 'warp,kernel'"):
         CudaDevice()
-    monkeypatch.delenv("KVPOOL_COPY_KERNELS")
-    asked = []
-    monkeypatch.setattr(cuda, "proven", lambda capability: (asked.append(capability), {"kernel"})[1])
-    assert launches() == 1
-    assert asked == ["9.0"], "for the compute capability of this GPU"
+
+
+@pytest.mark.parametrize("path", ["kernel", "bulk"])
+def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A launch is refused, or one of many is left out. The other kernel stays in use."""
+    monkeypatch.setattr(cuda, "_tested", {})
+    launch, other = CudaLauncher.copy_blocks, {"kernel": "bulk", "bulk": "kernel"}[path]
+
+    def lose_one(launcher: CudaLauncher, cutter: Any, copy_ops: Any, bulk: bool, *how: Any) -> bool:
+        return launch(launcher, cutter, copy_ops[1:] if bulk == (path == "bulk") else copy_ops, bulk, *how)
+
+    monkeypatch.setattr(CudaLauncher, "copy_blocks", lose_one)
+    before = driver.in_use()
+    device = CudaDevice()
+    with pytest.warns(UserWarning, match=f"the path '{path}' is not used on GPU 0: .* of blocks gave other bytes"):
+        make_pools(device, LAYOUT).close()
+    assert device._loaded == (other,)
+    make_pools(device, LAYOUT).close()
+    device.close()
+    assert driver.in_use() == before
+    cuda._tested.clear()
+    with driver.failing("launch", lab.INVALID), pytest.warns(UserWarning, match="is not used") as caught:
+        device = CudaDevice()
+        make_pools(device, LAYOUT).close()
+        assert device._loaded == () and len(caught) == 2
+    device.close()
+    assert driver.in_use() == before
+
+
+@pytest.mark.parametrize(("path", "kernel"), [("kernel", "copy_fragments"), ("bulk", "bulk_fragments")])
+def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_direction(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, path: str, kernel: str
+) -> None:
+    names, launch = list[str](), CudaLauncher.launch
+    monkeypatch.setattr(cuda, "_tested", {})
+    monkeypatch.setattr(native, "find_functions", lambda driver, context: None)
+    monkeypatch.setattr(
+        CudaLauncher,
+        "launch",
+        lambda launcher, what, stream: (names.append(what.kernel), launch(launcher, what, stream)),
+    )
+    assert cuda.wrong_bytes(0, path) == ""
+    assert names.count(kernel) >= 2 * 2 * 3, "two streams, blocks and fragments, three directions"
 
 
 def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from asv_bench import prove_kernels
 from asv_bench.benchmarks import gpu, gpu_cases, gpu_peers
 from asv_bench.benchmarks.gpu_cases import LOAD, QUICK, SAVE, measure, measure_all
-from kvpool.device.cuda import calibration, describe_gpus
+from kvpool.device.cuda import calibration
 from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, PATHS, Calibration
 from tests import emulated
 
@@ -167,11 +166,7 @@ def test_conditions_distinguish_an_emulated_driver_from_a_gpu() -> None:
     assert (figures["emulated"], figures["quick"]) == (emulated.running(), 1)
 
 
-def test_kernels_are_proven(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    records = tmp_path / "proven.json"
-    records.write_text("[]")
-    monkeypatch.setattr(prove_kernels, "prove", partial(calibration.prove, file=records))
+def test_kernels_are_proven(cupy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     prove_kernels.main()
-    capability = describe_gpus()[0].capability
-    assert calibration.proven(capability, records) == set(KERNELS)
-    assert f"kernel: proven for compute capability {capability}" in capsys.readouterr().out
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert capsys.readouterr().out == "".join(f"{path}: copies the right bytes on {name}\n" for path in KERNELS)

@@ -25,7 +25,7 @@ from kvpool.common.errors import DeviceError
 from kvpool.device.base import Device, Stream
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
-from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, cuda_sources
+from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source
 from kvpool.device.regions import BYTES, FROM, TO, Region
 from kvpool.device.work import Fragments
 
@@ -33,7 +33,7 @@ PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 """Plain: one copy of the copy engine for each fragment. Batched: all fragments in one call of the driver. Kernel: a
 kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
 KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
-"""The paths that are kernels: source and name. One that is not requested is chosen only if it is proven."""
+"""The paths that are kernels: source and name. One that is not requested has to pass a test on the GPU first."""
 DIRECTIONS = (OFFLOAD, ONBOARD, WITHIN)
 
 FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
@@ -42,8 +42,6 @@ BATCH_BYTES_MAX = 256 << 20
 _SECONDS, _REPEATS_MIN = 0.01, 3
 _VERSION = 4
 _SMALL_BYTES, _MANY, _SOME = 128 << 10, 16, 4
-PROVEN = "proven.json"
-"""Among the CUDA sources: which kernels have passed ``.ci/gpu prove`` on which compute capability."""
 
 
 class Measurement(NamedTuple):
@@ -168,7 +166,7 @@ def load(path: Path) -> Calibration | None:
 def conditions(multiprocessors: int, link: str) -> str:
     """What changes the figures of a GPU and is in neither its name nor the driver's version: the multiprocessors of a
     part of it, the link, and the kernels."""
-    kernels = sha256("".join(digest(path) for path in KERNELS).encode()).hexdigest()[:16]
+    kernels = sha256("".join(cuda_source(source) for source, _ in KERNELS.values()).encode()).hexdigest()[:16]
     return f"{multiprocessors} multiprocessors, link {link}, kernels {kernels}"
 
 
@@ -204,31 +202,6 @@ def store(path: Path, calibration: Calibration) -> None:
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(calibration.text(), encoding="utf-8")
     part.replace(path)
-
-
-def digest(path: str) -> str:
-    """The digest of a kernel's source in a record. After a change of the source, the kernel has to be proven again."""
-    return sha256(cuda_source(KERNELS[path][0]).encode()).hexdigest()
-
-
-def proven(capability: str, file: Path | None = None) -> set[str]:
-    """The kernels that have passed ``.ci/gpu prove`` on a GPU of this compute capability ("9.0"), with the sources that
-    they have now. ``file``: the records, by default those of this installation."""
-    rows = json.loads((file or cuda_sources() / PROVEN).read_text(encoding="utf-8"))
-    return {
-        row["path"]
-        for row in rows
-        if row["capability"] == capability and row["path"] in KERNELS and row["source"] == digest(row["path"])
-    }
-
-
-def prove(path: str, capability: str, gpu: str, driver: int, file: Path | None = None) -> None:
-    """Add a record of a kernel that has passed on this GPU, in the place of an earlier one. Raises OSError."""
-    file = file or cuda_sources() / PROVEN
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    rows = [row for row in rows if (row["path"], row["capability"]) != (path, capability)]
-    row = {"path": path, "capability": capability, "gpu": gpu, "driver": driver, "source": digest(path)}
-    file.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
 
 
 def measure(
@@ -273,21 +246,27 @@ def measure(
     return measurements
 
 
-_LAYOUT = BlockLayout(3, 1, 40, 8, "uint8")
+_LAYOUTS = BlockLayout(3, 1, 40, 8, "uint8"), BlockLayout(3, 1, 48, 8, "uint8")
+"""Of tokens that are whole words of 8 bytes, and of 16: only those go by ``BULK``."""
 _BLOCKS = 192
 _CHECKED_BYTES = (1, 15, 16, 17, 48, 250, 4096, 4099, 9001)
 _CROOKED = ((0, 0), (1, 1), (4, 0), (3, 10))
 
 
 def difference(device: Device, stream: Stream, path: str) -> str | None:
-    """What is wrong with copies by a path, if anything: blocks, parts of blocks, and fragments of odd sizes at odd
-    places, in every direction. ``device`` as in ``measure``. Raises DeviceError, MemoryError."""
-    nbytes, random = _BLOCKS * _LAYOUT.block_bytes, np.random.default_rng(0)
+    """What is wrong with copies by a path, if anything: blocks, parts of blocks, fragments in whole words, and
+    fragments of odd sizes at odd places, in every direction. ``device`` as in ``measure``. Raises DeviceError,
+    MemoryError."""
+    return next(filter(None, (_difference(device, stream, path, layout) for layout in _LAYOUTS)), None)
+
+
+def _difference(device: Device, stream: Stream, path: str, layout: BlockLayout) -> str | None:
+    nbytes, random = _BLOCKS * layout.block_bytes, np.random.default_rng(0)
     pools = [device.allocate(nbytes, "device"), device.allocate(2 * nbytes, "host")]
     expected, twin = [np.zeros(nbytes, np.uint8), np.zeros(2 * nbytes, np.uint8)], CpuDevice()
     try:
         for copier, memory in ((device, pools), (twin, expected)):
-            copier.bind([Region.of(_LAYOUT, memory[0], memory[1], _BLOCKS, 2 * _BLOCKS)])
+            copier.bind([Region.of(layout, memory[0], memory[1], _BLOCKS, 2 * _BLOCKS)])
         bases = [[as_strided("pool", pool).address for pool in memory] for memory in (pools, expected)]
         # The device tier is written from the second half of the host tier, and read to there, by plain copies.
         whole_tier = np.array([[bases[0][1] + nbytes, bases[0][0], nbytes]])
@@ -298,11 +277,11 @@ def difference(device: Device, stream: Stream, path: str) -> str | None:
                 pools[1][nbytes:] = expected[0]
                 _by(PLAIN, device, stream, whole_tier)
                 if what == "blocks":
-                    copy_ops = _copy_ops(random, source, target)
+                    copy_ops = _copy_ops(random, source, target, layout)
                     _by(path, device, stream, copy_ops)
                     twin.copy_blocks(copy_ops)
                 else:
-                    rows = _fragments(nbytes)
+                    rows = _fragments(nbytes, layout is _LAYOUTS[1])
                     for copier, addresses in ((device, bases[0]), (twin, bases[1])):
                         _by(path, copier, stream, rows + np.array([addresses[source], addresses[target], 0]))
                 _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
@@ -325,20 +304,21 @@ def _by(path: str, device: Device, stream: Stream, rows: Int64s) -> None:
     device.synchronize(device.record(stream))
 
 
-def _copy_ops(random: np.random.Generator, source: int, target: int) -> Int64s:
+def _copy_ops(random: np.random.Generator, source: int, target: int, layout: BlockLayout) -> Int64s:
     """From a half of the blocks of a tier to the other half of one, every third of a few tokens only."""
     ids, half = np.arange(_BLOCKS // 2), _BLOCKS // 2
-    tokens = np.where(ids % 3, _LAYOUT.tokens_per_block, 3)
+    tokens = np.where(ids % 3, layout.tokens_per_block, 3)
     return np.stack([source * _BLOCKS + random.permutation(ids), target * _BLOCKS + half + ids, tokens, ids], axis=1)
 
 
-def _fragments(nbytes: int) -> Int64s:
-    """Fragments of each size at each pair of odd places, from the first half of ``nbytes`` to the second."""
+def _fragments(nbytes: int, in_words: bool) -> Int64s:
+    """Fragments of each size at each pair of odd places, from the first half of ``nbytes`` to the second, or whole
+    words instead."""
     rows, at = [], 64
     for size, (source, target) in product(_CHECKED_BYTES, _CROOKED):
         rows.append((at + source, nbytes // 2 + at + target, size))
         at += -(-size // 16) * 16 + 32
-    return np.array(rows, np.int64)
+    return np.maximum(np.array(rows, np.int64) // 16 * 16, 16) if in_words else np.array(rows, np.int64)
 
 
 def _measure_size(device: Device, stream: Stream, nbytes: int, counts: list[int]) -> Iterator[Measurement]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +30,7 @@ from kvpool.device.base import (
 )
 from kvpool.device.copy_plan import make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.calibration import BATCHED, BULK, KERNEL, KERNELS, PLAIN, Calibration, measure, proven
+from kvpool.device.cuda.calibration import BATCHED, BULK, KERNEL, KERNELS, PLAIN, Calibration, difference, measure
 from kvpool.device.cuda.cuda_memory import (
     AdoptedMemory,
     CudaViews,
@@ -154,6 +155,45 @@ def device_at(address: int) -> CudaDevice:
     return CudaDevice(_gpu_of(address))
 
 
+_tested: dict[tuple[int, str], str] = {}
+_testing = threading.RLock()
+_TESTED_FROM = (7, 5)
+"""The first compute capability whose machine code of the kernels is examined."""
+
+
+def wrong_bytes(index: int, path: str) -> str:
+    """What is wrong with the copies that the kernel of a path makes on a GPU; empty if it copies the right bytes. It is
+    found out once in a process: blocks, parts of blocks and fragments of odd sizes go in every direction, on two
+    streams, and all bytes of both tiers are compared. What is wrong is also a warning.
+
+    Takes milliseconds. Raises DeviceError for a GPU that has failed for good.
+    """
+    with _testing:
+        if (index, path) not in _tested:
+            _tested[index, path] = wrong = _wrong_bytes(index, path)
+            if wrong:
+                warnings.warn(f"the kernel of the path {path!r} is not used on GPU {index}: {wrong}", stacklevel=2)
+        return _tested[index, path]
+
+
+def _wrong_bytes(index: int, path: str) -> str:
+    device = CudaDevice(index, calibration=PLAIN)
+    device.kernels, device._candidates = {path}, set()
+    try:
+        streams = [device.create_stream(name) for name in ("first", "second")]
+        return next(filter(None, (difference(device, stream, path) for stream in streams)), "")
+    except (DeviceError, MemoryError) as error:
+        if isinstance(error, DeviceError) and error.sticky:
+            raise
+        return str(error)
+    finally:
+        device.close()
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
+
+
 def open_gpu_memory(memory: GpuMemory, nbytes: int) -> Any:
     """See ``cuda_memory.open_memory``. Raises DeviceError where there is no GPU to use."""
     return open_memory(_cupy(), find_driver(), memory, nbytes)
@@ -169,8 +209,8 @@ class CudaDevice(Device):
     calibration
         How copies are made: a Calibration, or the name of one of ``calibration.PATHS``, which is then used wherever it
         is possible. With None, the environment variable ``COPY_PATH`` may have such a name. Without it, the device uses
-        what ``calibrate`` has stored on this machine, and without that a rule. A kernel is used only where its name is
-        given here or by KVPOOL_COPY_KERNELS, or a record says that it has passed its tests on this compute capability.
+        what ``calibrate`` has stored on this machine, and without that a rule. A kernel is used where its name is given
+        here or by KVPOOL_COPY_KERNELS, or it has copied the right bytes on this GPU: see ``wrong_bytes``.
 
     Streams 0 and 1 both mean CUDA's legacy default stream. The per-thread default stream (2) is refused: it is a
     different stream in every thread, and a pool enqueues for several threads. Raises DeviceError if there is no usable
@@ -198,8 +238,9 @@ class CudaDevice(Device):
             gpu, link = gpus(runtime)[self.index], link_of(runtime.deviceGetPCIBusId(self.index))
         self.device_name, self.driver, self.capability = gpu.name, gpu.driver, gpu.capability
         choice = calibration or os.environ.get(COPY_PATH)
-        asked = {path for path in KERNELS if path == choice or path in self.settings.copy_kernels}
-        self.kernels = asked | proven(self.capability)
+        named = self.settings.copy_kernels
+        self.kernels = {path for path in KERNELS if path == choice or path in (named or ())}
+        self._candidates = set(KERNELS) if named is None and _version(self.capability) >= _TESTED_FROM else set()
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
         self._launcher = CudaLauncher(
@@ -351,18 +392,23 @@ class CudaDevice(Device):
         """The path for this number of fragments and of bytes. With ``crowded``, no kernel, since too many rows are
         unread: to make room would wait for the device, which holds the transfer lock."""
         self.crowded_copies += crowded
-        paths = self._engines if stream else (PLAIN,)
-        return self.calibration.choose(direction, nbytes // count, count, paths if crowded else paths + self._loaded)
+        return self.calibration.choose(direction, nbytes // count, count, self._paths(stream, crowded))
+
+    def _paths(self, stream: int, crowded: bool = False) -> tuple[str, ...]:
+        """The paths that can be used on a stream."""
+        engines = self._engines if stream else (PLAIN,)
+        return engines if crowded else engines + self._loaded
 
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""
-        usable = self.kernels if self._launcher.same_addresses else set()
-        if int(self.capability.partition(".")[0]) < BULK_CAPABILITY:
+        usable = self.kernels | self._candidates if self._launcher.same_addresses else set()
+        if _version(self.capability)[0] < BULK_CAPABILITY:
             usable = usable - {BULK}
         # Bytes that are not whole words always take the other kernel.
         if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
             return ()
-        return tuple(path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path]))
+        loaded = [path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path])]
+        return tuple(path for path in loaded if path in self.kernels or not wrong_bytes(self.index, path))
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         self._check_open()
@@ -427,7 +473,7 @@ class CudaDevice(Device):
         """
         self._check_open()
         device = CudaDevice(self.index)
-        device.kernels = self.kernels
+        device.kernels, device._candidates = self.kernels, self._candidates
         try:
             paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *device._load_kernels()]
             measurements = measure(device, paths, share=self._share)

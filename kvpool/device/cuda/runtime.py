@@ -79,8 +79,8 @@ class CopySettings(NamedTuple):
     """The most fragments in one batched copy. Drivers have crashed with tens of thousands."""
     copy_thread_blocks: int
     """Thread blocks of a kernel that copies over the link; 0 for as many as the kind of link needs."""
-    copy_kernels: tuple[str, ...] = ()
-    """Kernels that may be chosen although there is no record that they have passed on this kind of GPU."""
+    copy_kernels: tuple[str, ...] | None = None
+    """The kernels that may be chosen, without a test. None: all that pass one. The word "none" means no kernel."""
 
     @classmethod
     def read(cls, kernels: Collection[str], environment: Mapping[str, str] = os.environ) -> CopySettings:
@@ -92,12 +92,14 @@ class CopySettings(NamedTuple):
             "batch_fragments": (8192, 1, 2**31 - 1),
             "copy_thread_blocks": (0, 0, 65535),
         }
-        asked = tuple(filter(None, environment.get("KVPOOL_COPY_KERNELS", "").split(",")))
+        text = environment.get("KVPOOL_COPY_KERNELS")
+        asked = tuple(text.split(",")) if text and text != "none" else ()
         if not set(asked) <= set(kernels):
             raise ValueError(
-                f"KVPOOL_COPY_KERNELS: expected some of {', '.join(kernels)}, with commas, got {','.join(asked)!r}"
+                f"KVPOOL_COPY_KERNELS: expected none, or some of {', '.join(kernels)} with commas, got {text!r}"
             )
-        return cls(**{name: _setting(environment, name, *of) for name, of in fields.items()}, copy_kernels=asked)
+        settings = {name: _setting(environment, name, *of) for name, of in fields.items()}
+        return cls(**settings, copy_kernels=asked if text else None)
 
 
 def _setting(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
