@@ -386,7 +386,6 @@ class TierStorage(Generic[Block]):
         self._users.clear()
         self._wanted.clear()
         self._waited.clear()
-        self._waited.clear()
 
     def _discard(self, user: Hashable, block: Block) -> None:
         blocks = self._wanted.get(user, set())
