@@ -22,6 +22,8 @@ from tests.stores.lab import BLOCK_BYTES, done, memory, returned, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS = keys("a", "b", "c")
+STRIDES = pytest.mark.parametrize("stride", [16, pytest.param(3, marks=pytest.mark.exhaustive)])
+"""A storage manager is made for each place."""
 
 
 class Scene:
@@ -120,10 +122,10 @@ def written(scene: Scene) -> None:
     ],
     ids=lambda function: function.__name__,
 )
+@STRIDES
 def test_a_handler_that_raises_leaves_no_key_pending_and_no_lease(
-    before: Callable[[Scene], None], call: Callable[[Scene], None]
+    before: Callable[[Scene], None], call: Callable[[Scene], None], stride: int
 ) -> None:
-    stride = 5  # a storage manager is made for each place
     k, reached = int(np.random.default_rng().integers(stride)), True
     print("first place", k)
     while reached:
@@ -140,11 +142,12 @@ def test_a_handler_that_raises_leaves_no_key_pending_and_no_lease(
     assert k > 20
 
 
-def test_a_second_exception_while_a_call_gives_up_what_the_first_has_left_changes_nothing() -> None:
-    k, reached = int(np.random.default_rng().integers(9)), True
+@STRIDES
+def test_a_second_exception_while_a_call_gives_up_what_the_first_has_left_changes_nothing(stride: int) -> None:
+    k, reached = int(np.random.default_rng().integers(stride)), True
     print("first place", k)
     while reached:
-        k += 9
+        k += stride
         scene = Scene()
         load(scene)
         At(40 + k).run(scene.manager.poll)
@@ -171,10 +174,11 @@ def test_a_handler_that_raises_in_pin_leaves_no_lease_that_the_cache_does_not_li
     scene.close()
 
 
-def test_a_store_can_be_closed_after_a_handler_has_raised_in_close() -> None:
-    k, reached = int(np.random.default_rng().integers(5)), True
+@STRIDES
+def test_a_store_can_be_closed_after_a_handler_has_raised_in_close(stride: int) -> None:
+    k, reached = int(np.random.default_rng().integers(stride)), True
     while reached:
-        k += 5
+        k += stride
         scene = Scene()
         load(scene)
         at = At(k)
