@@ -22,6 +22,7 @@ from kvpool.common.progress import progress_bar, say, shown_progress, watched
 from kvpool.state.arrays import POLICIES
 from kvpool.tools.replay import Replay, VerificationError
 
+Output = pytest.CaptureFixture[str]
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"timestamp": n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
 SMALL = ["--device-blocks", "300", "--host-blocks", "100", "--block-bytes", "256"]
@@ -34,21 +35,19 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def summary_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+def summary_of(capsys: Output, *arguments: str, status: int = 0) -> dict[str, Any]:
     assert main(["replay", *arguments, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_trace_is_replayed_and_summarised(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_replayed_and_summarised(trace: str, capsys: Output) -> None:
     assert main(["replay", trace, *SMALL, "--verify"]) == 0
     out, err = capsys.readouterr()
     assert "6 replayed" in out and "3,600 in prompts" in out and "every byte of" in out
     assert err == "", "nobody watches, so there is no progress bar"
 
 
-def test_json_summary_has_the_figures_and_the_resolved_configuration(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_summary_has_the_figures_and_the_resolved_configuration(trace: str, capsys: Output) -> None:
     summary = summary_of(capsys, trace, *SMALL, "--active", "3", "--no-partial")
     assert summary["requests"] == 6 and summary["prompt_tokens"] == 3600 and summary["output_tokens"] == 120
     # The first id is shared by all; each second id is seen twice, and its last token is never matched.
@@ -59,7 +58,7 @@ def test_json_summary_has_the_figures_and_the_resolved_configuration(
     assert set(summary["control_us_per_request"]) == {"keys", "match_allocate", "append", "commit", "release"}
 
 
-def test_without_a_trace_a_seeded_workload_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_trace_a_seeded_workload_is_replayed(capsys: Output) -> None:
     first, again, other = (
         summary_of(capsys, "--limit", "30", "--block-bytes", "256", "--seed", seed) for seed in ("1", "1", "2")
     )
@@ -80,7 +79,7 @@ def test_without_a_trace_a_seeded_workload_is_replayed(capsys: pytest.CaptureFix
     ],
 )
 def test_sizes_become_blocks(
-    arguments: list[str], device_blocks: int, host_blocks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], device_blocks: int, host_blocks: int, tmp_path: Path, capsys: Output
 ) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"tokens": [1]}\n')
@@ -88,7 +87,7 @@ def test_sizes_become_blocks(
     assert (config["device_blocks"], config["host_blocks"]) == (device_blocks, host_blocks)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+def said(capsys: Output, *arguments: str) -> tuple[int, list[str]]:
     """The exit status, and the lines on both streams."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -136,27 +135,25 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
         (["plan", "--plot", "a\0b.svg"], "expected a path without a NUL character"),
     ],
 )
-def test_wrong_usage_says_what_is_accepted(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_says_what_is_accepted(arguments: list[str], reason: str, capsys: Output) -> None:
     status, lines = said(capsys, *arguments)
     assert status == 2 and re.search(reason, "\n".join(lines))
 
 
-def test_a_replay_that_fits_no_request_fails_and_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_that_fits_no_request_fails_and_says_what_would_fit(capsys: Output) -> None:
     assert main(["replay", "--device-blocks", "3", "--limit", "5", "--device", "cpu"]) == 1
     captured = capsys.readouterr()
     assert "nothing was replayed: expected requests of at most 48 tokens, which 3 device blocks hold" in captured.err
 
 
-def test_a_replay_on_sim_says_that_it_found_no_race(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_on_sim_says_that_it_found_no_race(capsys: Output) -> None:
     small = ["--limit", "4", "--cut", "32", "--device-blocks", "24", "--host-blocks", "24", "--active", "2"]
     assert main(["replay", "--device", "sim", "--policy", "adaptive", *small]) == 0
     printed = capsys.readouterr().out
     assert "races     no race was found" in printed and "policy    adaptive follows LRU until" in printed
 
 
-def test_a_broken_trace_is_named_with_line_and_fault(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_trace_is_named_with_line_and_fault(trace: str, capsys: Output) -> None:
     with open(trace, "a") as file:
         file.write('{"timestamp": 1}\n')
     assert main(["replay", trace, *SMALL]) == 2
@@ -167,15 +164,13 @@ def test_a_broken_trace_is_named_with_line_and_fault(trace: str, capsys: pytest.
 
 
 @pytest.mark.parametrize("command", ["replay", "plan"])
-def test_a_path_with_a_nul_is_an_error_of_the_user(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_with_a_nul_is_an_error_of_the_user(command: str, tmp_path: Path, capsys: Output) -> None:
     assert main([command, f"{tmp_path}/a\0b"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "cannot be read: a path cannot have a NUL character" in err
 
 
-def test_a_verification_that_compared_nothing_fails(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verification_that_compared_nothing_fails(trace: str, capsys: Output) -> None:
     """A script that takes the exit status for an answer must not read "right" where nothing was looked at."""
     tiny = ["--device-blocks", "8", "--block-bytes", "256"]
     assert summary_of(capsys, trace, *tiny, status=1)["requests"] == 0
@@ -186,7 +181,7 @@ def test_a_verification_that_compared_nothing_fails(trace: str, capsys: pytest.C
     assert summary_of(capsys, trace, *tiny, "--verify", status=1)["failure"].startswith("nothing was verified")
 
 
-def test_a_pool_that_does_not_fit_memory_says_how_much_there_is(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_that_does_not_fit_memory_says_how_much_there_is(trace: str, capsys: Output) -> None:
     assert main(["replay", trace, "--device-memory", "500TiB", "--block-bytes", "1GiB"]) == 2
     assert re.search(r"asks for \d+ bytes .* available", capsys.readouterr().err)
     with pytest.raises(SystemExit, match="2"):
@@ -195,7 +190,7 @@ def test_a_pool_that_does_not_fit_memory_says_how_much_there_is(trace: str, caps
 
 
 def test_a_failed_verification_has_its_own_exit_status(
-    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trace: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Replay) -> None:
         raise VerificationError("device block 3: other bytes", block=3, tier="device", token=0, layer=0, plane=0)
@@ -207,9 +202,7 @@ def test_a_failed_verification_has_its_own_exit_status(
     assert json.loads(out)["failure"] == "device block 3: other bytes"
 
 
-def test_control_c_prints_the_summary_so_far(
-    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_c_prints_the_summary_so_far(trace: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     admit = Replay._admit
 
     def interrupted(self: Replay, request: Any) -> None:
@@ -301,7 +294,7 @@ def test_a_terminal_without_blocks_shows_question_marks(monkeypatch: pytest.Monk
     assert b"share of the ceiling" in written.getvalue() and b"????" in written.getvalue()
 
 
-def test_help_shows_formats_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_formats_and_exit_status(capsys: Output) -> None:
     status, lines = said(capsys, "replay", "--help")
     assert status == 0 and all(word in "\n".join(lines) for word in ("mooncake", "exit status", "--device-memory"))
 
@@ -310,13 +303,11 @@ def test_help_shows_formats_and_exit_status(capsys: pytest.CaptureFixture[str]) 
 # The command line says its version and its name, and what is wrong before how it is used.
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys: Output) -> None:
     assert said(capsys, "--version") == (0, [f"kvpool {kvpool.__version__}"])
 
 
-def test_the_name_is_the_one_that_was_typed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_is_the_one_that_was_typed(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     for script, name in (("/usr/bin/kvpool", "kvpool"), ("/x/kvpool/__main__.py", "python -m kvpool")):
         monkeypatch.setattr("sys.argv", [script])
         assert said(capsys, "replay", "--help")[1][0].startswith(f"usage: {name} replay ")

@@ -23,6 +23,7 @@ from kvpool.common.jit import cache
 from kvpool.tools.cli import doctor
 from kvpool.tools.cli.doctor import ABSENT, FAILED, OK, WARNING
 
+Output = pytest.CaptureFixture[str]
 compiling = functools.cache(doctor._numba_cuda)
 """Kernels of tables are compiled once for all tests of this file."""
 
@@ -37,12 +38,12 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def answer(capsys: Output, *arguments: str) -> tuple[int, str]:
     status = main(["doctor", *arguments])
     return status, capsys.readouterr().out
 
 
-def test_without_a_gpu_auto_is_the_cpu_and_the_reason_names_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_auto_is_the_cpu_and_the_reason_names_the_extra(capsys: Output) -> None:
     status, text = answer(capsys)
     assert status == 0
     assert "device auto: ok, cpu: the cuda device needs CuPy" in text and ".[cuda13]" in text
@@ -52,23 +53,19 @@ def test_without_a_gpu_auto_is_the_cpu_and_the_reason_names_the_extra(capsys: py
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 0), ("sim", 0), ("auto", 0), ("cuda", 1)])
-def test_the_exit_status_says_whether_the_device_can_be_used(
-    capsys: pytest.CaptureFixture[str], device: str, expected: int
-) -> None:
+def test_the_exit_status_says_whether_the_device_can_be_used(capsys: Output, device: str, expected: int) -> None:
     status, text = answer(capsys, "--device", device)
     assert status == expected
     assert ("device cuda: failed, " in text) == bool(expected)
 
 
-def test_an_environment_that_names_no_device_is_a_finding(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_names_no_device_is_a_finding(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_DEVICE", "tpu")
     status, text = answer(capsys)
     assert status == 1 and "KVPOOL_DEVICE: expected one of cpu, cuda, sim, got 'tpu'" in text
 
 
-def test_json_has_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_finding(capsys: Output) -> None:
     status, text = answer(capsys, "--json")
     report = json.loads(text)
     assert status == 0 and report["usable"] and report["auto"]["device"] == "cpu"
@@ -77,9 +74,7 @@ def test_json_has_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["gpus"] == [] and report["copies"] is None
 
 
-def test_a_package_that_is_there_and_broken_is_not_a_crash(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_there_and_broken_is_not_a_crash(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         if name not in sound:
             raise OSError("libcudart.so: cannot open shared object file")
@@ -199,9 +194,7 @@ def test_a_limit_of_locked_memory_matters_where_memory_is_pinned(
     assert check.status == status and ("ulimit -l unlimited" in check.advice) == (status == WARNING)
 
 
-def test_a_verdict_that_failed_is_the_exit_status(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verdict_that_failed_is_the_exit_status(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = doctor.Package("nothing_of_this_name", "nothing-of-this-name", "everything", "pip install it")
     monkeypatch.setattr(doctor, "_PARTS", (*doctor._PARTS, broken))
     assert main(["doctor", "--device", "cpu", "--json"]) == 1

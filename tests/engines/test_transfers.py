@@ -88,8 +88,11 @@ def cupy() -> Any:
     return cupy
 
 
+Open = Callable[..., Worker]
+
+
 @pytest.fixture
-def open_worker() -> Iterator[Callable[..., Worker]]:
+def open_worker() -> Iterator[Open]:
     opened: list[Worker] = []
 
     def build(kind: str = "cpu", per: int = 1) -> Worker:
@@ -104,7 +107,7 @@ def open_worker() -> Iterator[Callable[..., Worker]]:
 
 @pytest.mark.parametrize("per", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["cpu", "sim", GPU])
-def test_what_was_stored_comes_back_into_other_blocks(open_worker: Callable[..., Worker], kind: str, per: int) -> None:
+def test_what_was_stored_comes_back_into_other_blocks(open_worker: Open, kind: str, per: int) -> None:
     worker = open_worker(kind, per)
     wanted = worker.write(0, [5, 3, 9, 11, 2, 4]), worker.write(1, [17, 20, 18])
     hosts = [7, 1, 0, 5, 9, 2, 3, 4, 6][: -(-6 // per) + -(-3 // per)]
@@ -120,7 +123,7 @@ def test_what_was_stored_comes_back_into_other_blocks(open_worker: Callable[...,
 
 
 @pytest.mark.parametrize("kind", ["cpu", "sim", GPU])
-def test_a_load_may_begin_and_end_within_a_chunk(open_worker: Callable[..., Worker], kind: str) -> None:
+def test_a_load_may_begin_and_end_within_a_chunk(open_worker: Open, kind: str) -> None:
     worker = open_worker(kind, 3)
     wanted = worker.write(0, range(6))
     worker.store(1, range(6), (6, 0), (0, 0), [4, 8])
@@ -132,7 +135,7 @@ def test_a_load_may_begin_and_end_within_a_chunk(open_worker: Callable[..., Work
     np.testing.assert_array_equal(worker.read(0, [12, 15]), before)
 
 
-def test_a_host_block_that_no_store_has_filled_is_not_loaded(open_worker: Callable[..., Worker]) -> None:
+def test_a_host_block_that_no_store_has_filled_is_not_loaded(open_worker: Open) -> None:
     worker = open_worker()
     worker.store(1, [0], (1, 0), (0, 0), [4])
     worker.ended(1)
@@ -142,7 +145,7 @@ def test_a_host_block_that_no_store_has_filled_is_not_loaded(open_worker: Callab
     np.testing.assert_array_equal(worker.read(0, [1, 2]), before)
 
 
-def test_a_place_that_a_store_left_out_is_not_loaded(open_worker: Callable[..., Worker]) -> None:
+def test_a_place_that_a_store_left_out_is_not_loaded(open_worker: Open) -> None:
     """A sliding window may have passed the first blocks of a chunk before it is stored."""
     worker = open_worker(per=3)
     worker.store(1, [0, 1], (2, 0), (1, 0), [4])
@@ -153,7 +156,7 @@ def test_a_place_that_a_store_left_out_is_not_loaded(open_worker: Callable[..., 
     assert ended[2].error is None and ended[3].error is not None
 
 
-def test_a_chunk_that_is_stored_again_has_nothing_of_what_was_there(open_worker: Callable[..., Worker]) -> None:
+def test_a_chunk_that_is_stored_again_has_nothing_of_what_was_there(open_worker: Open) -> None:
     worker = open_worker(per=2)
     worker.store(1, [0, 1], (2, 0), (0, 0), [4])
     worker.ended(1)
@@ -179,7 +182,7 @@ class Failing:
         return self.copies.copy_in(*arguments, **options)
 
 
-def test_a_load_of_what_a_failed_store_should_have_brought_fails(open_worker: Callable[..., Worker]) -> None:
+def test_a_load_of_what_a_failed_store_should_have_brought_fails(open_worker: Open) -> None:
     worker = open_worker()
     worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1)  # type: ignore[arg-type]
     for job, error in ((1, None), (2, "as the test asks")):
@@ -193,7 +196,7 @@ def test_a_load_of_what_a_failed_store_should_have_brought_fails(open_worker: Ca
     assert worker.ended(5)[5].error is None
 
 
-def test_a_job_that_failed_is_over_when_its_other_copies_are(open_worker: Callable[..., Worker]) -> None:
+def test_a_job_that_failed_is_over_when_its_other_copies_are(open_worker: Open) -> None:
     worker = open_worker("sim")
     worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1)  # type: ignore[arg-type]
     gate = worker.device.stall(None)
@@ -204,7 +207,7 @@ def test_a_job_that_failed_is_over_when_its_other_copies_are(open_worker: Callab
 
 
 @pytest.mark.parametrize("kind", ["sim"])
-def test_a_job_is_not_over_before_its_copies_are(open_worker: Callable[..., Worker], kind: str) -> None:
+def test_a_job_is_not_over_before_its_copies_are(open_worker: Open, kind: str) -> None:
     worker = open_worker(kind)
     wanted = worker.write(0, [0])
     gate = worker.device.stall(None)
@@ -219,9 +222,7 @@ def test_a_job_is_not_over_before_its_copies_are(open_worker: Callable[..., Work
 
 
 @pytest.mark.parametrize(("counts", "hosts"), [((2, 0), [4]), ((2, 0), [4, 5, 6]), ((1, 0), [4]), ((3, 0), [4, 5, 6])])
-def test_jobs_whose_parts_do_not_fit_are_refused(
-    open_worker: Callable[..., Worker], counts: tuple[int, int], hosts: list[int]
-) -> None:
+def test_jobs_whose_parts_do_not_fit_are_refused(open_worker: Open, counts: tuple[int, int], hosts: list[int]) -> None:
     worker = open_worker()
     with pytest.raises(ValueError, match="host_blocks"):
         worker.store(1, [0, 1], counts, (0, 0), hosts)
@@ -309,7 +310,7 @@ def test_host_blocks_that_are_filled_in_part_are_named(counts: Any, firsts: Any,
 
 
 @pytest.mark.parametrize("before", ["nothing", "a chunk in part", "a failed store"])
-def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker: Any, before: str) -> None:
+def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker: Open, before: str) -> None:
     """As with stores, which fill host blocks without the worker."""
     worker = open_worker(per=2)
     worker.transfers = Transfers(Failing(worker.copies, before == "a failed store"), HOST_BLOCKS, 2)  # type: ignore[arg-type]
@@ -322,7 +323,7 @@ def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker
     assert (worker.read(0, [4, 6]) == 7).all()
 
 
-def test_only_the_filled_part_of_a_chunk_is_loaded(open_worker: Any) -> None:
+def test_only_the_filled_part_of_a_chunk_is_loaded(open_worker: Open) -> None:
     worker = open_worker(per=2)
     worker.store(1, [3], (1, 0), (1, 0), [5])
     worker.ended(1)

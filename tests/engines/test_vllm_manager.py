@@ -35,9 +35,11 @@ from tests.engines.vllm_lab import (  # noqa: E402
     request,
 )
 
+Make = Callable[..., Manager]
+
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Manager]]:
+def make() -> Iterator[Make]:
     opened: list[Manager] = []
 
     def build(chunks: int = 4, events: int = 64, **options: Any) -> Manager:
@@ -50,7 +52,7 @@ def make() -> Iterator[Callable[..., Manager]]:
         manager.real.shutdown()
 
 
-def test_a_chunk_is_pending_until_its_store_is_complete(make: Callable[..., Manager]) -> None:
+def test_a_chunk_is_pending_until_its_store_is_complete(make: Make) -> None:
     manager = make()
     assert manager.prepare_store(1, 2)[0] == [1, 2]
     assert manager.lookup(1, 2, 3) == [PENDING, PENDING, MISS]
@@ -60,7 +62,7 @@ def test_a_chunk_is_pending_until_its_store_is_complete(make: Callable[..., Mana
     assert manager.events() == [(False, {1, 2})]
 
 
-def test_the_least_recently_used_are_evicted_and_named(make: Callable[..., Manager]) -> None:
+def test_the_least_recently_used_are_evicted_and_named(make: Make) -> None:
     manager = make()
     manager.store(1, 2)
     stored, _, evicted = manager.prepare_store(2, 3, 4, 5)
@@ -71,7 +73,7 @@ def test_the_least_recently_used_are_evicted_and_named(make: Callable[..., Manag
     assert manager.events() == [(False, {1, 2}), (True, {1}), (False, {3, 4, 5})]
 
 
-def test_a_chunk_that_two_requests_load_is_held_by_both(make: Callable[..., Manager]) -> None:
+def test_a_chunk_that_two_requests_load_is_held_by_both(make: Make) -> None:
     manager = make(2)
     blocks = manager.store(1, 2)
     assert manager.load("a", 1, 2) == manager.load("b", 1, 2) == blocks
@@ -81,7 +83,7 @@ def test_a_chunk_that_two_requests_load_is_held_by_both(make: Callable[..., Mana
     assert manager.prepare_store(3) is not None
 
 
-def test_touched_chunks_are_evicted_last(make: Callable[..., Manager]) -> None:
+def test_touched_chunks_are_evicted_last(make: Make) -> None:
     manager = make(3)
     manager.store(1)
     manager.store(2, 3)
@@ -89,7 +91,7 @@ def test_touched_chunks_are_evicted_last(make: Callable[..., Manager]) -> None:
     assert manager.prepare_store(4)[2] == [3]
 
 
-def test_a_failed_store_leaves_nothing_and_what_was_there(make: Callable[..., Manager]) -> None:
+def test_a_failed_store_leaves_nothing_and_what_was_there(make: Make) -> None:
     manager = make()
     manager.store(7)
     assert manager.prepare_store(7, 9)[0] == [9]
@@ -98,9 +100,7 @@ def test_a_failed_store_leaves_nothing_and_what_was_there(make: Callable[..., Ma
 
 
 @pytest.mark.parametrize("success", [True, False])
-def test_a_store_that_is_not_complete_in_time_is_a_miss_and_its_block_is_not_used(
-    make: Callable[..., Manager], success: bool
-) -> None:
+def test_a_store_that_is_not_complete_in_time_is_a_miss_and_its_block_is_not_used(make: Make, success: bool) -> None:
     clock = Clock()
     manager = make(2, clock=clock)
     _, (late,), _ = manager.prepare_store(1)
@@ -122,7 +122,7 @@ def test_a_store_that_is_not_complete_in_time_is_a_miss_and_its_block_is_not_use
     assert manager.lookup(1, 3) == [HIT, HIT]
 
 
-def test_a_store_whose_deadline_passes_while_it_is_completed_is_dropped(make: Callable[..., Manager]) -> None:
+def test_a_store_whose_deadline_passes_while_it_is_completed_is_dropped(make: Make) -> None:
     clock = Clock()
     manager = make(4, clock=clock)
     manager.prepare_store(1)
@@ -137,7 +137,7 @@ def test_a_store_whose_deadline_passes_while_it_is_completed_is_dropped(make: Ca
     assert manager.prepare_store(1)[0] == [1]
 
 
-def test_a_reset_gives_back_the_blocks_of_stores_that_took_too_long(make: Callable[..., Manager]) -> None:
+def test_a_reset_gives_back_the_blocks_of_stores_that_took_too_long(make: Make) -> None:
     clock = Clock()
     manager = make(2, clock=clock)
     manager.prepare_store(1, 2)
@@ -149,7 +149,7 @@ def test_a_reset_gives_back_the_blocks_of_stores_that_took_too_long(make: Callab
     assert manager.lookup(1, 2) == [HIT, HIT]
 
 
-def test_a_chunk_whose_copy_failed_in_a_worker_is_not_found(make: Callable[..., Manager]) -> None:
+def test_a_chunk_whose_copy_failed_in_a_worker_is_not_found(make: Make) -> None:
     """vLLM completes its store as if it had succeeded."""
     manager = make()
     _, blocks, _ = manager.prepare_store(1, 2, 3)
@@ -163,14 +163,14 @@ def test_a_chunk_whose_copy_failed_in_a_worker_is_not_found(make: Callable[..., 
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-def test_host_blocks_are_in_the_order_of_the_keys(make: Callable[..., Manager], order: tuple[int, ...]) -> None:
+def test_host_blocks_are_in_the_order_of_the_keys(make: Make, order: tuple[int, ...]) -> None:
     manager = make()
     blocks = manager.store(0, 1, 2)
     assert manager.load("a", *order) == tuple(blocks[number] for number in order)
     manager.complete_load("a", *order)
 
 
-def test_a_load_that_failed_is_not_found_again(make: Callable[..., Manager]) -> None:
+def test_a_load_that_failed_is_not_found_again(make: Make) -> None:
     """Else vLLM would load, fail, and load again."""
     manager = make()
     manager.store(1, 2, 3)
@@ -185,7 +185,7 @@ def test_a_load_that_failed_is_not_found_again(make: Callable[..., Manager]) -> 
     assert manager.prepare_store(1, 2)[0] == [1, 2]
 
 
-def test_a_reset_drops_everything_while_copies_are_under_way(make: Callable[..., Manager]) -> None:
+def test_a_reset_drops_everything_while_copies_are_under_way(make: Make) -> None:
     manager = make()
     manager.store(1, 2)
     manager.load("a", 1)
@@ -196,7 +196,7 @@ def test_a_reset_drops_everything_while_copies_are_under_way(make: Callable[...,
     assert len(manager.prepare_store(4, 5, 6, 7)[0]) == 4
 
 
-def test_a_reset_retracts_events_of_host_blocks(make: Callable[..., Manager]) -> None:
+def test_a_reset_retracts_events_of_host_blocks(make: Make) -> None:
     """Even what is reported only after it: vLLM sends its own "all blocks cleared" before the events of the plug-in."""
     manager, known = make(), set[int]()
     manager.store(1, 2)
@@ -209,7 +209,7 @@ def test_a_reset_retracts_events_of_host_blocks(make: Callable[..., Manager]) ->
     assert manager.events() == [(False, {6})]
 
 
-def test_lost_events_leave_no_chunk_reported_that_has_gone(make: Callable[..., Manager]) -> None:
+def test_lost_events_leave_no_chunk_reported_that_has_gone(make: Make) -> None:
     manager, known = make(events=3), set[int]()
     for first in range(0, 40, 2):
         manager.store(first, first + 1)
@@ -227,7 +227,7 @@ def test_lost_events_leave_no_chunk_reported_that_has_gone(make: Callable[..., M
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("finished", ["before", "after", "never"])
 def test_the_end_of_a_prompt_is_evicted_before_its_beginning(
-    make: Callable[..., Manager], known: bool, pieces: int, finished: str
+    make: Make, known: bool, pieces: int, finished: str
 ) -> None:
     """vLLM stores a long prompt in pieces, and completes each with a set of keys."""
     manager, context = make(len(PROMPT)), positioned("long", known)
@@ -247,7 +247,7 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning(
     assert ("long" in manager.real._requests) == (finished == "never")
 
 
-def test_all_groups_of_a_prompt_lose_their_ends_first(make: Callable[..., Manager]) -> None:
+def test_all_groups_of_a_prompt_lose_their_ends_first(make: Make) -> None:
     """vLLM names the chunks of a store group after group. What one group lacks is of no use to the others."""
     manager, context = make(8), request("groups")
     first, second = ([make_offload_key(str(place).encode() * 8, group) for place in range(4)] for group in range(2))
@@ -264,7 +264,7 @@ def test_all_groups_of_a_prompt_lose_their_ends_first(make: Callable[..., Manage
     manager.real.complete_load(set(second[:3]), context)
 
 
-def test_chunks_that_were_loaded_and_chunks_that_are_new_are_one_prompt(make: Callable[..., Manager]) -> None:
+def test_chunks_that_were_loaded_and_chunks_that_are_new_are_one_prompt(make: Make) -> None:
     manager = make(6)
     manager.store(0, 1, 2)
     manager.real.on_request_finished(request())
@@ -284,7 +284,7 @@ def test_without_events_nobody_asks_the_cache_for_them() -> None:
         assert list(real.take_events()) == []
 
 
-def test_metrics_say_what_happened_since_they_were_read(make: Callable[..., Manager]) -> None:
+def test_metrics_say_what_happened_since_they_were_read(make: Make) -> None:
     manager = make()
     assert manager.counted() == {}
     manager.store(1, 2, 3)
@@ -299,13 +299,13 @@ def test_metrics_say_what_happened_since_they_were_read(make: Callable[..., Mana
     assert {name.partition(":(")[0] for name in counted} <= set(defined)
 
 
-def test_what_travels_to_the_workers_can_be_pickled(make: Callable[..., Manager]) -> None:
+def test_what_travels_to_the_workers_can_be_pickled(make: Make) -> None:
     manager = make()
     stored = manager.real.prepare_store(keys(1, 2), request()).store_spec
     assert pickle.loads(pickle.dumps(stored)).blocks == stored.blocks
 
 
-def test_without_stores_no_load_says_what_is_whole(make: Callable[..., Manager]) -> None:
+def test_without_stores_no_load_says_what_is_whole(make: Make) -> None:
     manager = make()
     manager.store(1)
     assert manager.real.prepare_load(keys(1), request()).partial is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ from tests.engines.vllm_lab import (  # noqa: E402
 from tests.stores.lab import Wrong  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """The stores of all managers that a test has made are closed after it."""
+    yield
+    while Stored.made:
+        Stored.made.pop().real.shutdown()
+
+
 def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     manager = Stored(4)
     manager.fill(1, 2)
@@ -57,7 +66,6 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     assert counted["vllm:kvpool_store_loaded_chunks"] == 1
     defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
     assert {name.partition(":(")[0] for name in counted} <= set(defined)
-    manager.real.shutdown()
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -87,7 +95,6 @@ def test_a_store_that_took_too_long_is_a_miss_whatever_the_next_store_has(saved:
     manager.now += 10
     assert manager.await_states(1) == [HIT if saved else MISS]
     manager.cache.verify()
-    manager.real.shutdown()
 
 
 @pytest.mark.parametrize("taken", [0, 2])
@@ -110,7 +117,6 @@ def test_an_ended_request_leaves_the_room_for_loads_to_the_next_one(taken: int) 
         else:
             stored.real.on_request_finished(request(name))
     assert stored.real._storage.stats().refused == 0
-    stored.real.shutdown()
 
 
 def test_a_prompt_longer_than_the_host_loads_its_beginning_and_computes_the_rest() -> None:
@@ -128,7 +134,6 @@ def test_a_prompt_longer_than_the_host_loads_its_beginning_and_computes_the_rest
     assert not manager.real.has_pending_work()
     # What is computed has room: a pinned chunk would not go.
     assert len(manager.store(*range(101, 109))) == 8
-    manager.real.shutdown()
 
 
 def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,7 +162,6 @@ def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pyt
         assert "device=32 host=32 " in serve(), "what has come stays in the host"
     with caplog.at_level("INFO", "vllm.kvpool"):
         assert "device=" not in serve() and not manager.real._stories
-    manager.real.shutdown()
 
 
 def test_a_chunk_whose_copy_failed_is_not_saved() -> None:
@@ -167,7 +171,6 @@ def test_a_chunk_whose_copy_failed_is_not_saved() -> None:
     manager.complete_store(1)
     assert not manager.real.has_pending_work()
     assert manager.await_states(1) == [MISS]
-    manager.real.shutdown()
 
 
 def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
@@ -180,7 +183,6 @@ def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
     manager.wait_saved(1)
     manager.cache.forget(keys(1, 2))
     assert manager.await_states(1, 2) == [MISS, HIT]
-    manager.real.shutdown()
 
 
 def test_a_load_names_the_chunks_that_are_filled_in_part() -> None:
@@ -190,7 +192,6 @@ def test_a_load_names_the_chunks_that_are_filled_in_part() -> None:
     spec = manager.real.prepare_load(keys(2, 1), request())
     assert (spec.blocks[1], spec.partial) == (block, (block,))
     assert pickle.loads(pickle.dumps(spec)).partial == (block,)
-    manager.real.shutdown()
 
 
 @pytest.mark.parametrize("again", ["by the store", "by the engine"])
@@ -210,7 +211,6 @@ def test_a_chunk_that_comes_back_whole_is_not_filled_in_part_any_more(again: str
     spec = manager.real.prepare_load(keys(1), request())
     assert (spec.blocks, spec.partial) == ((block,), ())
     manager.complete_load("r", 1)
-    manager.real.shutdown()
 
 
 def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_brings() -> None:
@@ -223,7 +223,6 @@ def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_bri
     assert (spec.blocks, spec.partial) == ((block,), ())
     assert (manager.tier.blocks[block] == 1).all()
     manager.complete_load("r", 1)
-    manager.real.shutdown()
 
 
 def test_the_end_of_a_prompt_is_evicted_first_where_a_chunk_is_filled_in_part() -> None:
@@ -237,7 +236,6 @@ def test_the_end_of_a_prompt_is_evicted_first_where_a_chunk_is_filled_in_part() 
         manager.prepare_store(other)
         left.append({n for n in range(4) if manager.cache.find(keys(n)[0]) == manager.cache.HERE})
     assert left == [{0, 1, 2, 3}, {0, 1, 2}, {0, 1}, {0}]
-    manager.real.shutdown()
 
 
 def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -> None:
@@ -247,7 +245,6 @@ def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -
     assert len(manager.real._chunks) <= 6
     spec = manager.real.prepare_load(keys(48, 49), request())
     assert spec.partial == spec.blocks
-    manager.real.shutdown()
 
 
 def test_reports_of_workers_are_joined() -> None:
@@ -263,7 +260,6 @@ def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
     assert manager.await_states(1, 2) == [HIT, HIT]
     manager.real.reset_cache()
     assert manager.await_states(1, 2) == [MISS, MISS]
-    manager.real.shutdown()
 
 
 def test_a_reset_retracts_events_of_stores() -> None:
@@ -281,7 +277,6 @@ def test_a_reset_retracts_events_of_stores() -> None:
     assert follow() == {1, 2}
     manager.real.reset_cache()
     assert follow() == set() and manager.await_states(1, 2) == [MISS, MISS]
-    manager.real.shutdown()
 
 
 def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +315,6 @@ def test_what_a_store_has_brought_is_reported_to_the_first_that_loads_it(
     manager.load("b", 1)
     assert manager.real.get_load_source(*keys(1), request("b")).name == "HOST", "it is on the host now"
     manager.complete_load("b", 1)
-    manager.real.shutdown()
 
 
 @pytest.mark.parametrize("seconds", [0.001, 100.0])
@@ -370,7 +364,6 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
         manager.now += took
         manager.real.prefill.end()
     assert manager.real.prefill.policies[0].block_seconds > 0.0, "of larger steps that were faster, too"
-    manager.real.shutdown()
 
 
 def test_routers_learn_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> None:
@@ -394,7 +387,6 @@ def test_routers_learn_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> 
     }
     assert list(stored.values()) == [[1, 2, 3]] * 2
     assert [keys for *_, gone, keys in events if gone] == [[1]]
-    manager.real.shutdown()
 
 
 def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +414,6 @@ def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatc
         assert counted["vllm:kvpool_store_missed_reasons:('damaged',)"] == 2
     assert counted[f"vllm:kvpool_store_suspended:('{wrong.name}',)"] == 1
     assert {f"vllm:kvpool_store_figures:('{wrong.name}', '{name}')" for name in ("blocks", "capacity")} <= set(counted)
-    manager.real.shutdown()
 
 
 def test_a_host_tier_that_is_too_small_for_what_comes_is_warned_of_once(
@@ -443,7 +434,6 @@ def test_a_host_tier_that_is_too_small_for_what_comes_is_warned_of_once(
         assert manager.counted()["vllm:kvpool_store_missed_reasons:('crowded',)"] >= 1
     warnings = [record.getMessage() for record in caplog.records if record.name == vllm.log.name]
     assert len([text for text in warnings if "load of 1 blocks: crowded" in text]) == len(warnings) == 1
-    manager.real.shutdown()
 
 
 def test_a_request_before_the_stores_are_open_is_refused() -> None:

@@ -86,11 +86,14 @@ class Manager:
 class Stored(Manager):
     """A manager whose chunks are in memory and are saved to a store."""
 
+    made: list[Stored] = []
+
     def __init__(self, chunks: int, cache_clock: Callable[[], int] | None = None, **options: Any) -> None:
         self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, history=8, clock=cache_clock)
         self.tier, self.now = kvpool.HostTier.of(self.cache), 0.0
         engine_options = EngineOptions(**{"stores": ("memory:?capacity=1MiB",), **options})
         self.real = vllm.KVPoolOffloadingManager(self.cache, engine_options, clock=lambda: self.now)
+        self.made.append(self)
         self.real.open_stores(self.tier.share(), IDENTITY)
 
     def fill(self, *numbers: int) -> None:

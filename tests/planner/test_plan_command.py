@@ -19,6 +19,7 @@ from kvpool.device.cuda import calibration
 from kvpool.tools.planner import CapacityPlan, Machine, Surveyor, survey_of
 from kvpool.tools.replay import synthetic
 
+Output = pytest.CaptureFixture[str]
 ROWS = [{"timestamp": 1000 * n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
 GIB = 1 << 30
 FIGURES = {
@@ -35,19 +36,19 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+def plan_of(capsys: Output, *arguments: str, status: int = 0) -> dict[str, Any]:
     assert main(["plan", *arguments, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
-def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def text_of(capsys: Output, *arguments: str) -> str:
     assert main(["plan", *arguments]) == 0
     out, err = capsys.readouterr()
     assert err == "", "nobody watches, so there is no progress bar"
     return out
 
 
-def test_json_has_every_figure(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_figure(trace: str, capsys: Output) -> None:
     tiers = ["--device-blocks", "40", "--host-blocks", "60"]
     plan = plan_of(capsys, trace, *tiers, "--prefill-tokens-per-second", "10000")
     assert set(plan) == FIGURES
@@ -72,7 +73,7 @@ def test_json_has_every_figure(trace: str, capsys: pytest.CaptureFixture[str]) -
     assert plan["prefixes"]["top"][0]["tokens"] == 512 and plan["tenants"] == []
 
 
-def test_text_says_what_json_says(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_says_what_json_says(trace: str, capsys: Output) -> None:
     pool = ["--device-memory", "80MiB", "--host-memory", "120MiB"]
     arguments = [trace, *pool, "--prefill-tokens-per-second", "10000", "--link-bandwidth", "25"]
     plan, text = plan_of(capsys, *arguments), text_of(capsys, *arguments)
@@ -87,7 +88,7 @@ def test_text_says_what_json_says(trace: str, capsys: pytest.CaptureFixture[str]
     assert "below 3 s" in text and "0 to 512" in text and "interrupted" not in text
 
 
-def test_without_a_prefill_speed_no_time_is_made_up(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_prefill_speed_no_time_is_made_up(trace: str, capsys: Output) -> None:
     plan, text = plan_of(capsys, trace), text_of(capsys, trace)
     assert plan["break_even"] is None and plan["ceiling"]["saved_seconds_per_request"] is None and plan["pool"] is None
     assert "saved per request" not in text and "--prefill-tokens-per-second" in text
@@ -119,7 +120,7 @@ def test_onboarding_beats_recomputing_from_where_its_latency_is_earned() -> None
     assert slow is not None and slow["tokens"] is None
 
 
-def test_every_preset_and_explicit_numbers_give_their_bytes(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_preset_and_explicit_numbers_give_their_bytes(trace: str, capsys: Output) -> None:
     for name in PRESETS:
         plan = plan_of(capsys, trace, "--model", name, "--tokens-per-block", "32")
         assert plan["machine"]["block_bytes"] == BlockLayout.for_model(name, tokens_per_block=32).block_bytes
@@ -130,7 +131,7 @@ def test_every_preset_and_explicit_numbers_give_their_bytes(trace: str, capsys: 
     assert plan_of(capsys, trace, "--model", "llama-3-8b", "--dtype", "int8")["machine"]["token_bytes"] == 65_536
 
 
-def test_a_column_tenant_gives_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_tenant_gives_curves(tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "tenants.jsonl"
     path.write_text("".join(json.dumps({**row, "tenant": f"t{n % 2}"}) + "\n" for n, row in enumerate(ROWS)))
     plan = plan_of(capsys, str(path))
@@ -139,22 +140,20 @@ def test_a_column_tenant_gives_curves(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"t1 +3 +1,800 .*%", text_of(capsys, str(path)))
 
 
-def test_a_sample_shows_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_shows_its_error(capsys: Output) -> None:
     plan, text = plan_of(capsys, "--sample", "0.2"), text_of(capsys, "--sample", "0.2")
     assert plan["sample"] == 0.2 and plan["ceiling"]["standard_error"] > 0
     assert f"{2 * plan['table'][-1]['standard_error']:.2%}" in text and "±" in text
     assert "±" not in text_of(capsys)
 
 
-def test_standard_input_and_a_limit(
-    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_input_and_a_limit(trace: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(Path(trace).read_bytes()))))  # type: ignore[arg-type]
     plan = plan_of(capsys, "-", "--limit", "4")
     assert plan["requests"] == 4 and plan["trace"] == "<stdin> (mooncake)"
 
 
-def test_nothing_reused_is_said_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_reused_is_said_and_drawn(tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"tokens": [1]}\n')
     assert "nothing is found again" in text_of(capsys, str(path))
@@ -169,9 +168,7 @@ SIZED = ["--limit", "100", "--device-blocks", "1500", "--host-blocks", "3000"]
 
 
 @pytest.mark.parametrize(("suffix", "arguments"), [("png", SIZED), ("svg", SIZED), ("svg", SAMPLED), ("html", SAMPLED)])
-def test_charts_are_drawn(
-    suffix: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_charts_are_drawn(suffix: str, arguments: list[str], tmp_path: Path, capsys: Output) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     path = tmp_path / f"plan.{suffix}"
     text_of(capsys, *arguments, "--plot", str(path))
@@ -188,7 +185,7 @@ def test_charts_are_drawn(
 
 @pytest.mark.parametrize("arguments", [SAMPLED, SIZED])
 def test_labels_of_a_chart_lie_on_no_curve(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     from matplotlib.figure import Figure
@@ -208,7 +205,7 @@ def test_labels_of_a_chart_lie_on_no_curve(
 
 
 def test_without_matplotlib_the_extra_is_named(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trace: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", trace, "--plot", str(tmp_path / "a.png")]) == 2
@@ -217,7 +214,7 @@ def test_without_matplotlib_the_extra_is_named(
 
 
 def test_a_chart_that_turns_out_not_to_be_writable_is_an_error_after_the_plan(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: str, tmp_path: Path, capsys: Output
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     (tmp_path / "a.svg").mkdir()
@@ -249,23 +246,19 @@ def test_a_chart_that_turns_out_not_to_be_writable_is_an_error_after_the_plan(
         (["--tokens-per-block", "0"], "expected 1 to 2147483647, got 0"),
     ],
 )
-def test_wrong_usage_says_what_is_accepted(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_says_what_is_accepted(arguments: list[str], reason: str, capsys: Output) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["plan", *arguments])
     assert caught.value.code == 2
     assert re.search(reason, capsys.readouterr().err)
 
 
-def test_an_empty_sample_is_an_error(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_sample_is_an_error(trace: str, capsys: Output) -> None:
     assert main(["plan", trace, "--sample", "0"]) == 2
     assert "sample: expected 1e-06 to 1, got 0.0" in capsys.readouterr().err
 
 
-def test_control_c_prints_the_plan_so_far(
-    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_c_prints_the_plan_so_far(trace: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Surveyor._record
 
     def interrupted(self: Surveyor, request: Any) -> None:
@@ -279,7 +272,7 @@ def test_control_c_prints_the_plan_so_far(
 
 
 def test_bandwidth_is_what_the_gpu_was_calibrated_with(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trace: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gpu:
         name, driver = "H1", 13000

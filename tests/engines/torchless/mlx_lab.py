@@ -93,6 +93,13 @@ def compute(model: Any, tokens: list[int], caches: list[Any]) -> mx.array:
     return logits
 
 
+def computed(kind: str, model: Any, tokens: list[int]) -> list[Any]:
+    """Caches with the KV of these tokens."""
+    caches = empty(kind, model)
+    compute(model, tokens, caches)
+    return caches
+
+
 class Engine:
     """Computes prompts with a prompt cache, and keeps copies of all KV that it has computed."""
 

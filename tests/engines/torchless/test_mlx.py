@@ -53,8 +53,7 @@ def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pyt
     kind = mlx_lab.KINDS[0]
     model, tokens = mlx_lab.model_of(kind), prompt(100)
     with caplog.at_level("DEBUG", MLX.log.name), mlx_lab.prompt_cache(kind, model) as cache:
-        caches = mlx_lab.empty(kind, model)
-        mlx_lab.compute(model, tokens[:70], caches)
+        caches = mlx_lab.computed(kind, model, tokens[:70])
         cache.fetch_nearest_cache("model", tokens)
         cache.insert_cache("model", tokens[:70], caches)
         cache.fetch_nearest_cache("model", tokens)
@@ -68,9 +67,7 @@ def test_a_prefix_is_found_and_the_last_token_is_left_to_compute(kind: str) -> N
     model, tokens = mlx_lab.model_of(kind), prompt(100)
     with mlx_lab.prompt_cache(kind, model) as cache:
         assert cache.fetch_nearest_cache("model", tokens) == (None, tokens)
-        caches = mlx_lab.empty(kind, model)
-        mlx_lab.compute(model, tokens[:70], caches)
-        cache.insert_cache("model", tokens[:70], caches)
+        cache.insert_cache("model", tokens[:70], mlx_lab.computed(kind, model, tokens[:70]))
         exact = kind in ("sliding windows", "recurrent hybrid")
         assert len(cache.fetch_nearest_cache("model", tokens)[1]) == (30 if exact else 36)
         assert len(cache.fetch_nearest_cache("model", tokens[:71])[1]) == (1 if exact else 7)
@@ -93,9 +90,7 @@ def test_branches_share_the_blocks_of_their_prompt() -> None:
 def test_a_prompt_larger_than_the_memory_keeps_its_beginning() -> None:
     model, tokens = mlx_lab.model_of("full attention"), prompt(400)
     with mlx_lab.prompt_cache("full attention", model, host_memory=5 * 6144) as cache:
-        caches = mlx_lab.empty("full attention", model)
-        mlx_lab.compute(model, tokens, caches)
-        cache.insert_cache("model", tokens, caches)
+        cache.insert_cache("model", tokens, mlx_lab.computed("full attention", model, tokens))
         known = 400 - len(cache.fetch_nearest_cache("model", tokens)[1])
         assert known == len(cache) * 16 > 0
         assert cache.stats().skipped == {"crowded": 1}
@@ -119,8 +114,7 @@ def test_a_state_of_more_tokens_than_were_named_is_not_kept() -> None:
     kind, tokens = "recurrent hybrid", prompt(40)
     model = mlx_lab.model_of(kind)
     with mlx_lab.prompt_cache(kind, model) as cache:
-        caches = mlx_lab.empty(kind, model)
-        mlx_lab.compute(model, tokens, caches)
+        caches = mlx_lab.computed(kind, model, tokens)
         cache.insert_cache("model", tokens[:-1], caches)
         assert cache.fetch_nearest_cache("model", tokens)[0] is None
         assert cache.stats().skipped == {"ahead": 1}
@@ -129,9 +123,7 @@ def test_a_state_of_more_tokens_than_were_named_is_not_kept() -> None:
 def test_another_model_finds_nothing_and_has_the_memory() -> None:
     model, tokens = mlx_lab.model_of("full attention"), prompt(64)
     with mlx_lab.prompt_cache("full attention", model) as cache:
-        caches = mlx_lab.empty("full attention", model)
-        mlx_lab.compute(model, tokens, caches)
-        cache.insert_cache("model", tokens, caches)
+        cache.insert_cache("model", tokens, mlx_lab.computed("full attention", model, tokens))
         assert cache.fetch_nearest_cache("other", tokens)[0] is None
         assert len(cache) == 0
         assert cache.fetch_nearest_cache("model", tokens)[0] is None
@@ -206,8 +198,7 @@ def test_a_restart_finds_all_that_the_process_found_however_large(kind: str, sha
     model, tokens = mlx_lab.model_of(kind), prompt(1000 if kind == "full attention" else 300)
     settings: dict[str, Any] = {"stores": f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB", "load_share": share}
     known, logits = [], []
-    caches = mlx_lab.empty(kind, model)
-    mlx_lab.compute(model, tokens, caches)
+    caches = mlx_lab.computed(kind, model, tokens)
     for restart in range(2):
         with mlx_lab.prompt_cache(kind, model, host_memory="512KiB", weights=WEIGHTS, **settings) as cache:
             if not restart:
@@ -227,9 +218,7 @@ def test_a_snapshot_that_is_none_is_a_miss_and_counted() -> None:
     kind, tokens = "recurrent hybrid", prompt(60)
     model = mlx_lab.model_of(kind)
     with mlx_lab.prompt_cache(kind, model) as cache:
-        caches = mlx_lab.empty(kind, model)
-        mlx_lab.compute(model, tokens[:50], caches)
-        cache.insert_cache("model", tokens[:50], caches)
+        cache.insert_cache("model", tokens[:50], mlx_lab.computed(kind, model, tokens[:50]))
         (shelf,) = cache._shelves
         (key,) = state_keys(tokens, 16, range(50, 51))
         with shelf.blocks.pin([key + bytes(4)]) as lease:
@@ -281,8 +270,7 @@ def test_each_adapter_has_kv_of_its_own_in_memory_and_on_a_disk(tmp_path: Path) 
 )
 def test_models_adapters_and_draft_models_by_other_names_find_nothing(first: Any, second: Any, tmp_path: Path) -> None:
     model, tokens, kind = mlx_lab.model_of("full attention"), prompt(64), "full attention"
-    caches = mlx_lab.empty(kind, model)
-    mlx_lab.compute(model, tokens, caches)
+    caches = mlx_lab.computed(kind, model, tokens)
     store = f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB"
     with mlx_lab.prompt_cache(kind, model, stores=store, weights=WEIGHTS) as cache:
         cache.insert_cache(first, tokens, caches)
@@ -295,8 +283,7 @@ def test_models_adapters_and_draft_models_by_other_names_find_nothing(first: Any
 def test_quantised_kv_of_other_settings_is_not_found(other: dict[str, Any], tmp_path: Path) -> None:
     kind, tokens = "quantised", prompt(64)
     model = mlx_lab.model_of(kind)
-    caches = mlx_lab.empty(kind, model)
-    mlx_lab.compute(model, tokens, caches)
+    caches = mlx_lab.computed(kind, model, tokens)
     settings = {"stores": f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB", "weights": WEIGHTS}
     with mlx_lab.prompt_cache(kind, model, **settings) as cache:
         cache.insert_cache("model", tokens, caches)
@@ -313,8 +300,7 @@ def test_images_are_in_the_key_by_the_ids_that_the_server_gives_them() -> None:
     kind, tokens = "full attention", [*prompt(32), *[499] * 16, *prompt(32)]
     model = mlx_lab.model_of(kind)
     keys = [_make_vision(tokens, urls=[url], pixel_values=[], token_id=499).cache_key for url in ("a", "b")]
-    caches = mlx_lab.empty(kind, model)
-    mlx_lab.compute(model, tokens, caches)
+    caches = mlx_lab.computed(kind, model, tokens)
     with mlx_lab.prompt_cache(kind, model) as cache:
         cache.insert_cache("model", keys[0], caches)
         assert len(cache.fetch_nearest_cache("model", [*keys[0], 5])[1]) == 1
