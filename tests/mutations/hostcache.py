@@ -10,7 +10,7 @@ def _index(test: str) -> str:
     return f"tests/hostcache/test_index.py::{test}"
 
 
-_MODEL = ("tests/hostcache/test_index.py::test_a_cache_does_what_its_model_does[0]",)
+_MODEL = ("tests/hostcache/test_index_model.py::test_a_cache_does_what_its_model_does[0]",)
 
 MUTATIONS = (
     Mutation(
