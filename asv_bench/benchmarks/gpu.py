@@ -62,6 +62,7 @@ class BlockCopies(OnGpu):
         return measure_all(gpu_cases.BlockCopies, self.params)
 
     track_time_per_byte = figure("time_per_byte", "ps/B")
+    track_gpu_time_per_byte = figure("gpu_time_per_byte", "ps/B")
     track_call = figure("call", "us")
     track_times_large_copy = figure("times_large_copy", "times the time per byte of one large copy")
 
@@ -91,6 +92,7 @@ class KvCopies(OnGpu):
         return measure_all(gpu_cases.KvCopies, self.params)
 
     track_time_per_byte = figure("time_per_byte", "ps/B")
+    track_gpu_time_per_byte = figure("gpu_time_per_byte", "ps/B")
     track_call = figure("call", "us")
     track_times_plain_copy = figure("times_plain_copy", "times the time of a plain copy")
 

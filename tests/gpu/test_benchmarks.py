@@ -45,17 +45,30 @@ def test_blocks_are_copied_by_the_path_that_is_measured(
     paths = list[str]()
     chosen = Calibration.choose
     monkeypatch.setattr(Calibration, "choose", lambda *arguments: (paths.append(path := chosen(*arguments)), path)[1])
+    busy, copy, rounds = list[int](), gpu_cases.BlockCopies.copy, QUICK.rounds + 1
+    half = QUICK.tier_bytes // 2
+
+    def watched(case: Any, target: int, source: int, nbytes: int) -> None:
+        if source == case.tiers.bases[0] and target == source + half:
+            busy.append(nbytes)
+        copy(case, target, source, nbytes)
+
+    monkeypatch.setattr(gpu_cases.BlockCopies, "copy", watched)
     figures = measure(gpu_cases.BlockCopies, (*parameters, COUNT, NBYTES))
     assert figures["time_per_byte"] == pytest.approx(1e12 * SECONDS / (NBYTES * COUNT))
+    assert figures["gpu_time_per_byte"] == figures["time_per_byte"]
+    # The one large copy is the same one inside the GPU.
+    assert len(busy) == rounds * (gpu_cases.BUSY_COPIES + (parameters[0] == "within"))
     assert figures["times_large_copy"] == pytest.approx(QUICK.tier_bytes / 2 / (NBYTES * COUNT))
     assert figures["call"] > 0
-    assert paths == [parameters[-1]] * (QUICK.rounds + 1)
+    assert paths == [parameters[-1]] * 2 * rounds
 
 
 @pytest.mark.parametrize("parameters", list(product(*gpu.KvCopies.params)), ids=str)
 def test_tokens_are_copied(parameters: tuple[str, ...]) -> None:
     figures = measure(gpu_cases.KvCopies, parameters)
     assert figures["times_plain_copy"] == pytest.approx(1)
+    assert figures["gpu_time_per_byte"] == figures["time_per_byte"]
     assert figures["call"] > 0
 
 
