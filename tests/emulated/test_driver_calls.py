@@ -19,7 +19,7 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.cuda_memory import processors_near
-from kvpool.device.cuda.runtime import UsedStreams
+from kvpool.device.cuda.cuda_streams import UsedStreams
 from kvpool.device.memory.pools import MemoryPools
 from tests.device.pools import as_moves
 from tests.emulated import lab

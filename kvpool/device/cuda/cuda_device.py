@@ -43,16 +43,14 @@ from kvpool.device.cuda.cuda_memory import (
     pinned_memory,
     zeroed_array,
 )
+from kvpool.device.cuda.cuda_streams import CudaEvent, EventPool, UsedStreams
 from kvpool.device.cuda.launcher import Buffers, CudaLauncher
 from kvpool.device.cuda.runtime import (
     GONE,
     CopySettings,
-    CudaEvent,
     Driver,
-    EventPool,
     Gpu,
     RuntimeCalls,
-    UsedStreams,
     captured_stream,
     find_batch,
     gpus,

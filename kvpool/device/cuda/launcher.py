@@ -17,7 +17,8 @@ from kvpool.common.arrays import Array, Int64s, Uint8s
 from kvpool.common.errors import DeviceError
 from kvpool.device.base import Retired, Stream, stream_argument
 from kvpool.device.cuda import native
-from kvpool.device.cuda.runtime import CudaEvent, EventPool, RuntimeCalls, own_name, usable_stream
+from kvpool.device.cuda.cuda_streams import CudaEvent, EventPool
+from kvpool.device.cuda.runtime import RuntimeCalls, own_name, usable_stream
 from kvpool.device.fragments import Cutter, FragmentTable, table_size, tabulate
 from kvpool.device.launches import (
     BULK_FRAGMENTS,
