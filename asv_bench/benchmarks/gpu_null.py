@@ -7,6 +7,7 @@ they can be called by address too.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -187,6 +188,8 @@ def null_cuda() -> Iterator[None]:
 
     cupy, driver = make_cupy(), Driver(lambda name: _Library())
     with ExitStack() as patched:
+        # No kernel is tested: none copies anything.
+        patched.enter_context(patch.dict(os.environ, KVPOOL_COPY_KERNELS="kernel"))
         for owner, name, value in (
             (cuda_device, "_cupy", lambda: cupy),
             (cuda_device, "find_driver", lambda: driver),
