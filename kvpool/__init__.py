@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from kvpool.device.memory.kv_copy import gather_kv as gather_kv
     from kvpool.device.memory.kv_copy import scatter_kv as scatter_kv
     from kvpool.hostcache.host_cache import HostCache as HostCache
-    from kvpool.hostcache.host_cache import HostLease as HostLease
     from kvpool.hostcache.host_copies import HostCopies as HostCopies
     from kvpool.hostcache.host_copies import HostCopy as HostCopy
     from kvpool.hostcache.host_events import HostEvent as HostEvent
+    from kvpool.hostcache.host_lease import HostLease as HostLease
     from kvpool.hostcache.host_stats import HostCacheStats as HostCacheStats
     from kvpool.hostcache.identity import ModelIdentity as ModelIdentity
     from kvpool.hostcache.reserved_keys import Reserved as Reserved
@@ -95,7 +95,8 @@ _NAMES = {
     "kvpool.pool.reservations": "LoadTarget Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",
     "kvpool.hostcache.identity": "ModelIdentity",
-    "kvpool.hostcache.host_cache": "HostCache HostLease",
+    "kvpool.hostcache.host_cache": "HostCache",
+    "kvpool.hostcache.host_lease": "HostLease",
     "kvpool.hostcache.host_events": "HostEvent",
     "kvpool.hostcache.host_stats": "HostCacheStats",
     "kvpool.hostcache.reserved_keys": "Reserved",

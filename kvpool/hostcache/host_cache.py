@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,81 +17,34 @@ from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.common.changes import Changes
 from kvpool.common.errors import (
-    BlockNotFound,
-    InsufficientMemory,
-    LeaseExpired,
     OutOfBlocks,
     PoolBusy,
     PoolClosed,
     ReservationExpired,
 )
 from kvpool.common.process import Closing, Process
-from kvpool.device.memory.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.hostcache.gone_keys import GoneKeys
 from kvpool.hostcache.host_events import HostEvent, decoded
+from kvpool.hostcache.host_lease import HostLease
 from kvpool.hostcache.host_stats import HostCacheStats, HostUsage, stats_of, usage_of
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, one_key, packed, unpacked
+from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, missing, one_key, packed, unpacked
 from kvpool.hostcache.reserved_keys import Reserved, reserved_of
-from kvpool.hostcache.tier import HostSlots, block_bytes_argument, fingerprint_of, identity_of
+from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of, identity_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import secret_argument
-from kvpool.pool.core import MAX_MS, Names
+from kvpool.pool.core import MAX_MS, Names, host_states
 from kvpool.pool.deadlines import Deadlines
 from kvpool.pool.explain import Missed
 from kvpool.state import hostcache, records, saving, verbs
-from kvpool.state.arrays import POLICIES, GroupSizes, Settings, States, state_bytes
+from kvpool.state.arrays import POLICIES
 from kvpool.state.hashing import namespace_root
 from kvpool.state.verify import verify_states
 
 Keys = Iterable[bytes]
 _NO_PLACES = np.empty((0, 3), np.int64)
 _FORGOTTEN = records.COUNTERS.index("forgotten_host_blocks")
-
-
-class HostLease:
-    """Blocks of keys, in the order of the keys. They are not evicted until the lease is closed. A context manager;
-    thread-safe.
-
-    ``keys``: as the caller gave them. ``blocks`` int64[n]: the host block of each. ``slots``: the same as a message.
-    ``since``: when the lease was given, in ms on the cache's clock.
-    """
-
-    __slots__ = ("_cache", "blocks", "fingerprint", "id", "keys", "owner", "since")
-
-    def __init__(
-        self, cache: HostCache, number: int, owner: str, since: int, keys: tuple[bytes, ...], blocks: Int64s
-    ) -> None:
-        self._cache, self.id, self.owner, self.since = cache, number, owner, since
-        self.keys, self.blocks, self.fingerprint = keys, blocks, cache.fingerprint
-
-    @property
-    def slots(self) -> HostSlots:
-        return HostSlots(tuple(self.blocks.tolist()), self.fingerprint)
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed or revoked, or its cache was closed."""
-        return self.id not in self._cache._open
-
-    def close(self, *, used: bool = True) -> None:
-        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are where they were among
-        the victims of their priority. Raises LeaseExpired if the lease was closed before."""
-        if not self._cache._end_lease(self.id, self._cache._now(), used):
-            raise LeaseExpired(f"lease {self.id} of {self.owner!r} was closed or revoked")
-
-    def __enter__(self) -> HostLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or not self.closed:
-            self.close()
-
-    def __repr__(self) -> str:
-        return f"HostLease(id={self.id}, owner={self.owner!r}, blocks={len(self.blocks)}, closed={self.closed})"
 
 
 class HostCache(Closing):
@@ -177,7 +129,7 @@ class HostCache(Closing):
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
         secret_bytes, self._clock = secret_argument(secret), clock_argument(clock)
         events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
-        self._states = _states(self.host_blocks, secret_bytes, events, self.policy)
+        self._states = host_states(self.host_blocks, secret_bytes, events, self.policy)
         self._groups = self._states.groups
         # The root of all keys, like that of a namespace with the identity as its name.
         self._root = np.array(namespace_root(secret_bytes, self.identity.content, None), np.int64)
@@ -247,7 +199,8 @@ class HostCache(Closing):
                 return
             if not new:
                 blocks = wanted.found[:, 2].copy()
-                lease = HostLease(self, next(self._lease_numbers), owner, now_ms, wanted.keys, blocks)
+                about = self._close_lease, self._open, self.fingerprint
+                lease = HostLease(*about, next(self._lease_numbers), owner, now_ms, wanted.keys, blocks)
                 new.append((lease, blocks[::-1].copy()))
             self._open[new[0][0].id] = new[0]
 
@@ -508,6 +461,9 @@ class HostCache(Closing):
         """Open leases, oldest first."""
         return [lease for lease, _ in list(self._open.values())]
 
+    def _close_lease(self, lease: int, used: bool) -> bool:
+        return self._end_lease(lease, self._now(), used)
+
     def _end_lease(self, lease: int, now_ms: int, used: bool = True) -> bool:
         """Unpin the blocks of a lease. Returns whether it was open."""
         with self._lock, self._changes:
@@ -593,7 +549,7 @@ class HostCache(Closing):
         must have, if the verb refuses others. The caller holds the lock."""
         count = int(self._decide(verb, self._root, *wanted[1:], *more, finish=finish))
         if count == records.NOT_FOUND:
-            raise _missing(wanted, needed)
+            raise missing(wanted, needed)
         return count
 
     def _decide(self, verb: Callable[..., Any], *args: Any, finish: Callable[[Any], object] | None = None) -> Any:
@@ -631,20 +587,3 @@ class HostCache(Closing):
             raise PoolClosed("the cache is closed")
         if self._changes.torn is not None:
             raise PoolClosed(f"the state of the cache is in doubt: {self._changes.torn}") from self._changes.torn
-
-
-def _states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -> States:
-    """The state of a pool that has host blocks only, and no sequences."""
-    groups = [GroupSizes(0, host_blocks)]
-    needed, available = state_bytes(groups, hostcache.KEY_WORDS, 0, 0, event_capacity, policy), available_ram()
-    if available is not None and needed > available:
-        raise InsufficientMemory("state: the host", needed, available)
-    settings = Settings(
-        hostcache.KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy
-    )
-    return States(groups, settings)
-
-
-def _missing(wanted: Packed, needed: str) -> BlockNotFound:
-    """The error for the key that a verb has refused."""
-    return BlockNotFound(f"key {wanted.keys[int(wanted.found[0, 0])].hex()} is not {needed}")

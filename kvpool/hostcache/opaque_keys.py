@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Int32s, Int64s, Uint8s
+from kvpool.common.errors import BlockNotFound
 from kvpool.state.hostcache import KEY_BYTES, KEY_WORDS
 
 # Read-only, like the data of keys: so the verbs are compiled once.
@@ -97,3 +98,8 @@ def unpacked(words: Int32s) -> list[bytes]:
         return keys
     rows = words.view(np.uint8)
     return [rows[i, 4 : 4 + size].tobytes() for i, size in enumerate(sizes)]
+
+
+def missing(wanted: Packed, needed: str) -> BlockNotFound:
+    """The error for the key that a verb has refused."""
+    return BlockNotFound(f"key {wanted.keys[int(wanted.found[0, 0])].hex()} is not {needed}")

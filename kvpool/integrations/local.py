@@ -31,7 +31,7 @@ from kvpool.storage.store import parts
 from kvpool.storage.urls import open_store
 
 if TYPE_CHECKING:
-    from kvpool.hostcache.host_cache import HostLease
+    from kvpool.hostcache.host_lease import HostLease
     from kvpool.hostcache.reserved_keys import Reserved
     from kvpool.pool.explain import Missed
     from kvpool.storage import HostStorageManager

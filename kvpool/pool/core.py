@@ -29,13 +29,15 @@ from kvpool.common.errors import (
     UnknownSequence,
 )
 from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream
+from kvpool.device.memory.main_memory import available_ram
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import PoolConfig
 from kvpool.pool.tables.block_table import own_table
 from kvpool.pool.transfer.transfer import NO_IDS, Transfer
 from kvpool.state import records, verbs
-from kvpool.state.arrays import States, state_bytes
+from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
+from kvpool.state.hostcache import KEY_WORDS
 from kvpool.state.records import RECURRENT, H
 from kvpool.state.sequences import are_short, check_ids
 
@@ -316,6 +318,16 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)
     return States(sizes, settings, own_table(table, len(sizes), sequences, columns))
+
+
+def host_states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -> States:
+    """The state of a pool that has host blocks only, under opaque keys, and no sequences. Raises InsufficientMemory."""
+    groups = [GroupSizes(0, host_blocks)]
+    needed, available = state_bytes(groups, KEY_WORDS, 0, 0, event_capacity, policy), available_ram()
+    if available is not None and needed > available:
+        raise InsufficientMemory("state: the host", needed, available)
+    settings = Settings(KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy)
+    return States(groups, settings)
 
 
 def _call(call: Callable[[], Any]) -> Any:

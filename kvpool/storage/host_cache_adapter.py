@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.common.errors import BlockNotFound, KVPoolError, OutOfBlocks
-from kvpool.hostcache.host_cache import HostCache, HostLease
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_lease import HostLease
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import ABSENT, DAMAGED, Bytes, Rows
 from kvpool.storage.store_requests import Lend

@@ -15,7 +15,8 @@ from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.errors import ForkedProcess, PoolClosed
 from kvpool.common.process import Closing, Process
-from kvpool.hostcache.host_cache import HostCache, HostLease
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_lease import HostLease
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
