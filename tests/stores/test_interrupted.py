@@ -242,7 +242,8 @@ def test_jobs_whose_callback_a_handler_has_interrupted_are_reported_again() -> N
         keys, k, reached = saved(queue, 1), 0, True
         while reached:
             k, reported = k + 1, list[Any]()
-            job = done(queue.find(keys, reported.append))
+            # A function in Python, before whose first line a handler may run.
+            job = done(queue.find(keys, lambda request, reported=reported: reported.append(request)))
             at = At(k)
             at.run(queue.poll)
             reached = at.reached
