@@ -253,12 +253,19 @@ class Engine:
             self.step()
 
     def step(self) -> None:
-        """Enqueue the decode and a chunk, then wait for the tokens: the host waits nowhere else."""
+        """Enqueue the work of a step, then wait for its tokens: the host waits nowhere else."""
+        self.collect(*self.enqueue())
+
+    def enqueue(self) -> tuple[list[Chat], tuple[Chat, Any] | None]:
+        """Enqueue a decode and a chunk. Return the chats of the decode, and what ``fill`` returns."""
         decoded = self.decode()
         self.admit()
-        filled = self.fill()
+        return decoded, self.fill()
+
+    def collect(self, decoded: list[Chat], filled: tuple[Chat, Any] | None) -> None:
         if decoded:
-            tokens, logits = self.next.get(stream=self.stream).tolist(), self.logits.get(stream=self.stream)
+            tokens = self.next.get(stream=self.stream).tolist()
+            logits = self.logits.get(stream=self.stream) if self.keep_logits else [None] * len(tokens)
             for row, chat in enumerate(decoded):
                 self.take(chat, tokens[row], logits[row])
         if filled:
@@ -281,14 +288,17 @@ class Engine:
             if self.running:
                 return
             chat.coming.wait()
-        chat.loads = self.cache.layer_loads(self.stream, parts=self.parts)
-        prompt = self.cache.block_keys(chat.tokens, reuse=self.reuse)
         try:
-            admitted = self.cache.add_sequence_batch([prompt], loads=chat.loads)
+            chat.sequence = self.start(chat)
         except kvpool.OutOfBlocks:  # and nothing has changed
             return
-        chat.sequence = int(admitted.ids[0])
         self.running.append(self.waiting.popleft())
+
+    def start(self, chat: Chat) -> int:
+        """Add a chat to the pool. Return its sequence. Raise OutOfBlocks."""
+        chat.loads = self.cache.layer_loads(self.stream, parts=self.parts)
+        prompt = self.cache.block_keys(chat.tokens, reuse=self.reuse)
+        return int(self.cache.add_sequence_batch([prompt], loads=chat.loads).ids[0])
 
     def fill(self) -> tuple[Chat, Any] | None:
         """Compute a chunk of a prompt. At its end, return the chat and logits on the GPU."""

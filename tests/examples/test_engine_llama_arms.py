@@ -1,0 +1,205 @@
+"""``asv_bench.first_token`` runs from end to end with a tiny model, goes on where it was ended, and notices what is
+wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asv_bench import first_token
+from asv_bench.first_token import Results, Sizes, compare, fitted, gates, render, schedule, seconds_of_arms
+from asv_bench.first_token_arms import ARMS
+from kvpool.device.cuda import unusable
+
+SHAPE = first_token.Shape()
+
+
+class Tensor:
+    """As much of a tensor as the arms of PyTorch use: over CuPy, or over NumPy for pinned memory."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self.device = "cpu" if isinstance(array, np.ndarray) else "cuda"
+
+    def movedim(self, source: int, target: int) -> Tensor:
+        return Tensor(np.moveaxis(self.array, source, target))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return Tensor(self.array[key.array if isinstance(key, Tensor) else key])
+
+    def __setitem__(self, key: Tensor, value: Tensor) -> None:
+        self.array[key.array] = value.array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def to(self, device: str) -> Tensor:
+        return Tensor(importlib.import_module("cupy").asarray(self.array))
+
+    def copy_(self, source: Tensor, non_blocking: bool) -> None:
+        assert self.array.flags.c_contiguous and non_blocking and self.device != source.device
+        if self.device == "cuda":
+            self.array.set(source.array)
+        else:
+            source.array.get(out=self.array)
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for PyTorch over CuPy: the arms of PyTorch need a build for a GPU, which no emulated driver runs."""
+    cupy, made = importlib.import_module("cupy"), ModuleType("torch")
+    made.__spec__ = ModuleSpec("torch", None)
+    streams = SimpleNamespace(ExternalStream=cupy.cuda.ExternalStream, stream=lambda stream: stream or nullcontext())
+    functions = {
+        "cuda": streams,
+        "from_dlpack": Tensor,
+        "from_numpy": Tensor,
+        "empty": lambda shape, dtype, pin_memory: Tensor(np.empty(shape, dtype)),
+        "empty_like": lambda tensor, device: Tensor(cupy.empty(tensor.shape, tensor.dtype)),
+    }
+    vars(made).update(functions)
+    monkeypatch.setitem(sys.modules, "torch", made)
+
+
+@pytest.fixture
+def gpu() -> None:
+    missing = unusable()
+    if missing:
+        pytest.skip(missing)
+
+
+def results_in(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+
+
+@pytest.mark.gpu
+def test_a_run_goes_on_where_it_was_ended(
+    gpu: None, torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All arms, one after the other; the third is ended, and runs again."""
+    run_arm, begun = first_token.run_arm, []
+
+    def counted(arm: Any, *arguments: Any) -> Any:
+        begun.append(arm.key)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return run_arm(arm, *arguments)
+
+    monkeypatch.setattr(first_token, "run_arm", counted)
+    command = ["--tiny", "--out", str(tmp_path), "--seconds", "3000"]
+    with pytest.raises(KeyboardInterrupt):
+        first_token.main(command)
+    assert [arm["arm"] for arm in results_in(tmp_path)["arms"]] == ["D", "A"]
+    assert "compute again" in (tmp_path / "table.md").read_text(encoding="utf-8")
+
+    assert first_token.main(command) == 0
+    assert begun == ["D", "A", "B2", "B2", "C2", "B1", "C1", "C3"]
+    data = results_in(tmp_path)
+    assert [arm["arm"] for arm in data["arms"]] == [arm.key for arm in ARMS]
+    assert not data["left_out"] and all(arm["right"] for arm in data["arms"])
+    assert {arm["arm"]: arm["loaded_bytes"] > 0 for arm in data["arms"]} == {
+        arm.key: arm.key not in "DA" for arm in ARMS
+    }
+    assert [wrong for _, _, wrong in data["verified"]] == [0] * 4 and all(count for _, count, _ in data["verified"])
+    table = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert data["settings"]["emulated"] == ("NOT A GPU" in table)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_too_small_is_refused(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_token, "TINY", dataclasses.replace(first_token.TINY, layers=1 << 20))
+    with pytest.raises(SystemExit, match="nothing was measured: device tier asks for"):
+        first_token.main(["--tiny", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+# -- without a GPU
+
+
+def figures(arm: str, **changes: Any) -> dict[str, Any]:
+    pair = {"p50": 0.1, "p99": 0.2}
+    times = {"first_token_s": {"8192": pair}, "between_tokens_s": pair, "cpu_per_step_s": pair, "gpu_per_step_s": pair}
+    made = {"arm": arm, "title": "-", "round": 0, "requests_per_s": 1.0, "loaded_bytes": 0 if arm in "DA" else 8}
+    return made | times | {"load_bytes_per_s": None, "largest_load_bytes": 8, "first_logits": [[1.0, 2.0]]} | changes
+
+
+IDEAL = {"answers": [[1, 2, 3]], "first_logits": [[1.0, 2.0]]}
+
+
+@pytest.mark.parametrize(
+    ("arm", "answer", "changes", "right"),
+    [
+        ("C2", [1, 2, 3], {}, True),
+        ("C2", [1, 2, 4], {}, False),
+        ("C2", [1, 2, 3], {"loaded_bytes": 0}, False),
+        ("D", [1, 2, 3], {"loaded_bytes": 8}, False),
+        ("A", [1, 2, 4], {"first_logits": [[1.0, 2.2]]}, True),
+        ("A", [1, 2, 3], {"first_logits": [[1.0, 2.3]]}, False),
+    ],
+)
+def test_an_arm_is_right_only_if_it_answers_and_loads_as_it_has_to(
+    arm: str, answer: list[int], changes: dict[str, Any], right: bool
+) -> None:
+    compared = compare(figures(arm, **changes), [answer], IDEAL, SHAPE)
+    assert compared["right"] is right and compared["tokens"] == 3
+
+
+def test_a_gate_is_missed_by_what_it_limits_and_by_an_arm_that_did_not_run() -> None:
+    def arm(key: str, seconds: float) -> dict[str, Any]:
+        made = figures(key, first_token_s={"8192": {"p50": seconds, "p99": seconds}}, largest_load_bytes=10**9)
+        return made | {"right": True, "tokens": 3, "equal_tokens": 3, "logits_apart": 0.0}
+
+    arms = [arm("D", 0.01), arm("A", 0.4), arm("B2", 0.04), arm("C2", 0.03)]
+    assert [met for *_, met in gates(arms)] == [True] * 5
+    assert [met for *_, met in gates([*arms[:3], arm("C2", 0.034)])] == [False, True, True, True, True]
+    assert [met for *_, met in gates([*arms[:3], arm("C2", 0.11)])] == [False, False, False, True, True]
+    assert [met for *_, met in gates(arms[:2])] == [False, False, False, False, True]
+    settings = {"gpu": "x", "commit": "y", "seed": 0, "emulated": False}
+    table = render({"settings": settings, "arms": arms[:2], "left_out": {"B2": "no torch"}, "verified": []})
+    assert table.count("| missed |") == 4 and "B2 was left out: no torch" in table
+
+
+def test_the_schedule_ends_at_whole_blocks() -> None:
+    """So that no arm computes a block again that another one reuses."""
+    sizes = Sizes()
+    for chat, turns in enumerate(schedule(SHAPE, sizes, 0)):
+        tokens = 0
+        for message in turns:
+            tokens += len(message) + sizes.answer
+            assert tokens % SHAPE.block_tokens == 1
+        assert tokens == sizes.length(SHAPE, chat)
+
+
+@pytest.mark.parametrize("step", [0.001, 0.01, 0.1])
+def test_the_schedule_is_cut_to_the_time(step: float) -> None:
+    cut = fitted(step, 4 * step, SHAPE, Sizes(), 480)
+    total = sum(seconds_of_arms(step, 4 * step, SHAPE, cut).values())
+    assert total <= 480 or (cut.chats, cut.turns) == (4, 2)
+    assert (cut == Sizes()) == (sum(seconds_of_arms(step, 4 * step, SHAPE, Sizes()).values()) <= 480)
+
+
+def test_results_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    first = Results(tmp_path, {"gpu": "x", "commit": "a", "seed": 0, "emulated": True})
+    first.write()
+    assert Results(tmp_path, first.data["settings"]).data == first.data
+    with pytest.raises(SystemExit, match="--out: expected a folder without results"):
+        Results(tmp_path, {**first.data["settings"], "seed": 1})
+
+
+def test_arms_of_torch_are_left_out_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    find: Callable[[str], Any] = lambda name: None  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    from asv_bench.first_token_arms import missing
+
+    assert [arm.key for arm in ARMS if missing(arm)] == ["B2", "B1"]
