@@ -1,5 +1,6 @@
 """Objects with threads and sockets belong to the process that made them. After a fork, the child's copies have no
-threads, although they look alive. A lock that another thread held at the fork stays locked there.
+threads, although they look alive. A lock that another thread held at the fork stays locked there. One hook
+sees to both.
 
 ``Closing``: what is closed when its ``with`` block ends.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
 from kvpool.common.errors import ForkedProcess
@@ -31,25 +33,23 @@ class Closing:
         self.close()
 
 
-class Process:
-    """The process that has made an object, and the locks of the object and of its parts.
+def stays_here(part: object) -> None:
+    """Mark an object with threads, sockets or memory that no child of ``os.fork()`` has. There, all its public methods
+    and properties raise ForkedProcess, except methods that were bound before the fork."""
+    _staying.add(part)
 
-    What has threads or sockets calls ``check`` at its door. What has none can serve a child, unless another thread held
-    one of its locks at the fork: then it is in the middle of a change, and whoever takes one of them in the child gets
-    ForkedProcess at once. ``what`` names the object there, ``remedy`` says what to do. ``lost``: why no child can use
-    it, if that is so. The compiler of jitted functions is guarded too.
+
+class Process:
+    """The locks of an object that a child can use, and of its parts.
+
+    If another thread held one of them at the fork, the object is in the middle of a change, and whoever takes one of
+    them in the child gets ForkedProcess at once. ``what`` names the object there, ``remedy`` says what to do.
+    ``lost``: why no child can use it, if that is so. The compiler of jitted functions is guarded too.
     """
 
-    def __init__(self, what: str = "", remedy: str = "make one of its own after os.fork()") -> None:
-        self._id, self._what, self._remedy, self.lost = os.getpid(), what, remedy, ""
+    def __init__(self, what: str, remedy: str = "make one of its own after os.fork()") -> None:
+        self._what, self._remedy, self.lost = what, remedy, ""
         self._locks: list[tuple[weakref.ref[Any], str]] = []
-
-    def check(self, what: object) -> None:
-        """Raise ForkedProcess in any other process, where a wait would never end."""
-        process_id = os.getpid()
-        if process_id != self._id:
-            whose = f"this {type(what).__name__} belongs to process {self._id}, and this is process {process_id}"
-            raise ForkedProcess(f"{whose}: make one of its own after os.fork()")
 
     def guard(self, part: object, *names: str) -> None:
         """Guard the locks that are attributes of a part. The part is not kept alive."""
@@ -73,6 +73,7 @@ class Process:
 
 
 _guarded: weakref.WeakSet[Process] = weakref.WeakSet()
+_staying: weakref.WeakSet[Any] = weakref.WeakSet()
 _compiler = Process("compiler", "compile first (kvpool.warm_up()), or fork before")
 if LOCK is not None:
     _compiler.guard(*LOCK)
@@ -107,9 +108,28 @@ def _is_free(lock: Any) -> bool:
     return True
 
 
+def _left_behind(kind: type, message: str) -> type:
+    """The class that objects of a class have in a child, which cannot use them."""
+
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise ForkedProcess(message)
+
+    def get(part: object, name: str) -> Any:
+        member = None if name[0] == "_" else getattr(kind, name, None)
+        if isinstance(member, FunctionType):
+            return refuse
+        return refuse() if isinstance(member, property) else object.__getattribute__(part, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": get})
+
+
 def _after_fork() -> None:
     for process in list(_guarded):
         process.after_fork()
+    whose = f"belongs to process {os.getppid()}, and this is process {os.getpid()}: make one of its own after os.fork()"
+    for part in list(_staying):
+        part.__class__ = _left_behind(type(part), f"this {type(part).__name__} {whose}")
+    _staying.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -15,7 +15,7 @@ from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
 from kvpool.common.arrays.strided import as_strided
 from kvpool.common.errors import InsufficientMemory, PoolClosed
-from kvpool.common.process import Closing, Process
+from kvpool.common.process import Closing, stays_here
 from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 from kvpool.device.memory.main_memory import MainMemory, SharedMemory, available_ram
 from kvpool.device.regions import BLOCKS_MAX
@@ -173,6 +173,7 @@ class HostTier(Closing):
         self._description: HostTierDescription | None = None
         if memory is None:
             self._shared = _allocate(nbytes)
+            stays_here(self)
             flat = self._shared.array
         else:
             flat = _given(memory, nbytes)
@@ -180,7 +181,6 @@ class HostTier(Closing):
 
     def _fill(self, flat: Uint8s) -> None:
         self._flat: Uint8s | None = flat
-        self._process = Process()
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
 
     @classmethod
@@ -212,8 +212,6 @@ class HostTier(Closing):
         which attaches them."""
         if self._flat is None:
             raise PoolClosed("the host tier is closed")
-        if self._shared is not None:
-            self._process.check(self)
         return self._flat
 
     @property

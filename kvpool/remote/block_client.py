@@ -16,7 +16,7 @@ import zmq
 from kvpool.common.arguments import priority_argument, text_argument
 from kvpool.common.arrays import Bools, Int64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.process import Closing, Process
+from kvpool.common.process import Closing, stays_here
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.connection import Connection, RemoteError, RemoteTimeout
@@ -187,7 +187,8 @@ class BlockClient(Closing):
         self._transport = InlineClient() if transport is None else transport
         self._sizes, self._parts = what.block_bytes, what.parts
         self._hello = Hello(0, name, what.fingerprint, cache.block_keys([0]).origin[0], self._transport.name)
-        self._busy, self._process = threading.Lock(), Process()
+        self._busy = threading.Lock()
+        stays_here(self)
         self._context: zmq.Context[Any] | None = new_context()
         self._link: Connection | None = None
 
@@ -283,7 +284,6 @@ class BlockClient(Closing):
     @contextmanager
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
         """Allow one call at a time. A call that fails leaves no connection."""
-        self._process.check(self)
         taken: list[bool] = []
         try:
             # Taken and noted by one call of C, in which no handler runs: what is taken is released below.

@@ -15,7 +15,7 @@ import numpy as np
 from kvpool.common.arrays import Bools, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import BlockNotFound, KVPoolError, PoolClosed
-from kvpool.common.process import Closing
+from kvpool.common.process import Closing, stays_here
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.listener import ServerKeys, ServerSecret, check_endpoint
@@ -161,6 +161,7 @@ class BlockServer(Closing):
             self._blocks.release()
             raise
         self.endpoint = self._server.endpoint
+        stays_here(self)
         self._server.start()
 
     def stats(self) -> ServerStats:
@@ -186,7 +187,6 @@ class BlockServer(Closing):
         does leaving the context there.
         """
         linger = integer_argument("linger_ms", linger_ms, 0, 1 << 31)
-        self._server.check(self)
         if not self.closed:
             self._blocks.linger_ms = linger
         self._server.close()

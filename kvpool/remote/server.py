@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import zmq
 
 from kvpool.common.arrays.digest import check_library
-from kvpool.common.process import Process
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.listener import ServerDoor, binding
 from kvpool.remote.session import (
@@ -112,7 +111,6 @@ class Server:
         check_library("kvpool.remote", "remote")
         self._backend = backend
         self._door = door
-        self._process = Process()
         self._clients: dict[bytes, ClientSession] = {}
         self._posted = deque[Callable[[], object]]()
         self.counts = Counts()
@@ -148,10 +146,6 @@ class Server:
         self._thread.start()
 
     # -- for any thread ----------------------------------------------------------------------------
-
-    def check(self, owner: object) -> None:
-        """Raise ForkedProcess in a child of ``os.fork()``."""
-        self._process.check(owner)
 
     def post(self, call: Callable[[], object]) -> None:
         """Have the thread call something soon. It is not called once the server ends."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -13,8 +12,8 @@ from itertools import compress
 from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
-from kvpool.common.errors import ForkedProcess, PoolClosed
-from kvpool.common.process import Closing, Process
+from kvpool.common.errors import PoolClosed
+from kvpool.common.process import Closing, stays_here
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_lease import HostLease
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
@@ -129,7 +128,7 @@ class HostStorageManager(Closing):
     Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget``, ``clear`` and ``explain`` of the storage
     manager in the place of the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of
     the scheduler calls it. Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()``
-    they raise ForkedProcess; ``find`` and ``lookup`` only for a key that is not HERE.
+    they raise ForkedProcess.
 
     Call ``poll`` in each step of the scheduler. It begins store requests and notes what has become of others: a store's
     I/O, its keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING only for as long
@@ -186,7 +185,8 @@ class HostStorageManager(Closing):
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(store_list), save_seconds / 2)
         self._cache, self._clock = cache, clock
         self._on_publish = save == COMMIT
-        self._process, self._recovery = Process(), Recovery(self._recover)
+        self._recovery = Recovery(self._recover)
+        stays_here(self)
         self._workers = open_workers(
             store_list, lambda store: StoreWorker(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
@@ -212,7 +212,6 @@ class HostStorageManager(Closing):
         if state == self._cache.HERE:
             self._storage.add_user_of_unread((checked_key,), hit)
             return state
-        self._process.check(self)
         with self._recovery:
             return self._loads.answers((checked_key,), (state,), hit)[0]
 
@@ -226,7 +225,6 @@ class HostStorageManager(Closing):
         if self._storage.unread:
             self._storage.add_user_of_unread(compress(checked_keys, here.tolist()), hit)
         if not here.all():
-            self._process.check(self)
             others = list(compress(checked_keys, (~here).tolist()))
             with self._recovery:
                 answers[~here] = self._loads.answers(others, answers[~here].tolist(), hit)
@@ -236,7 +234,6 @@ class HostStorageManager(Closing):
         """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now. ``owner``: the request that
         ``find`` knows as ``hit``. What else has come for it, and was not pinned, stops counting against the room for
         loads. Without an owner, the keys stop counting for all requests."""
-        self._process.check(self)
         with self._recovery:
             lease = self._cache.pin(keys, owner=owner)
             self._storage.read(lease.keys, owner)
@@ -259,14 +256,12 @@ class HostStorageManager(Closing):
         TypeError, ValueError
             For a bad argument.
         """
-        self._process.check(self)
         with self._recovery:
             self._storage.leave(text_argument("request", request))
 
     def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
         """What ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it, but those of
         ``unsaved``, which no store gets."""
-        self._process.check(self)
         ordered_keys = self._cache.in_order(keys)
         with self._recovery:
             count = self._cache.publish_ordered(ordered_keys)
@@ -282,13 +277,11 @@ class HostStorageManager(Closing):
     def touch(self, keys: Keys, *, turn: bool = False) -> None:
         """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
         be saved have been."""
-        self._process.check(self)
         self._adapter.touch(keys_argument(keys), turn)
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
         but are not asked for them for a while."""
-        self._process.check(self)
         checked_keys = keys_argument(keys)
         with self._recovery:
             count = self._cache.forget(checked_keys)
@@ -297,7 +290,6 @@ class HostStorageManager(Closing):
 
     def poll(self) -> None:
         """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
-        self._process.check(self)
         if self.closed:
             raise PoolClosed("the storage manager is closed")
         with self._recovery:
@@ -351,7 +343,6 @@ class HostStorageManager(Closing):
         ``StoreWorker.reset``. If the storage manager is closed before a store has confirmed, a later process may find
         what was there before.
         """
-        self._process.check(self)
         with self._recovery:
             self._loads.clear()
             self._storage.give_up("cancelled")
@@ -365,7 +356,6 @@ class HostStorageManager(Closing):
 
     def stats(self) -> HostStorageManagerStats:
         """A snapshot. Not for every step."""
-        self._process.check(self)
         storage, loads, coming = self._storage, self._loads, self._storage.coming
         self._loads.drop_evicted()
         unsaved: Counter[str] = Counter()
@@ -407,7 +397,6 @@ class HostStorageManager(Closing):
         that memory of the caller's must not be used again. Blocks of such a load stay reserved. Close the cache after
         the storage manager.
         """
-        self._process.check(self)
         with self._recovery:
             self._loads.closed = True
             self._loads.cancel()
@@ -427,10 +416,8 @@ class HostStorageManager(Closing):
         self._step_begins = False
         if not (self._storage.has_results or self._recovery.needed):
             return
-        with suppress(ForkedProcess):
-            self._process.check(self)
-            with self._recovery:
-                self._storage.poll()
+        with self._recovery:
+            self._storage.poll()
 
     def _recover(self) -> None:
         """Give up what is under way: a signal handler has raised in a call."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool.common.arrays import Bools
 from kvpool.common.errors import DeviceError, StoreBusy
-from kvpool.common.process import Process
+from kvpool.common.process import stays_here
 from kvpool.common.threads import Bell
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
@@ -56,13 +56,14 @@ class Prefetch:
     ended: str = field(default="", init=False)
     done: bool = field(default=False, init=False)
     cancelled: bool = field(default=False, init=False)
-    _process: Process = field(default_factory=Process, init=False)
     _bell: Bell = field(default_factory=Bell, init=False)
+
+    def __post_init__(self) -> None:
+        stays_here(self)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
         ``os.fork()``."""
-        self._process.check(self)
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def cancel(self) -> None:

@@ -22,7 +22,7 @@ from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.arrays.strided import in_numpy
 from kvpool.common.errors import PoolClosed
-from kvpool.common.process import Closing, Process
+from kvpool.common.process import Closing, stays_here
 from kvpool.common.threads import Bell
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.pool.events import Events
@@ -172,7 +172,8 @@ class StorageManager(Closing):
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
         if prefill_tokens_per_s is not None:
             number_argument("prefill_tokens_per_s", prefill_tokens_per_s, SLOWEST)
-        self._pool, self._clock, self._process = pool, clock, Process()
+        self._pool, self._clock = pool, clock
+        stays_here(self)
         nbytes = max(group.block_bytes for group in pool.groups)
 
         def worker_of(store: Store) -> StoreWorker:
@@ -220,7 +221,6 @@ class StorageManager(Closing):
         the request waits for the engine in any case, so that a load which takes no longer loses nothing. Changes the
         pool: blocks enter its host tier. Raises TypeError, ValueError, PoolClosed.
         """
-        self._process.check(self)
         keys = self._keys(prompt)
         seconds = self._deadline if deadline is None else number_argument("deadline", deadline)
         now_s = self._clock()
@@ -232,7 +232,6 @@ class StorageManager(Closing):
         """What ``KVCacheManager.match_prefix`` says, with ``store_tokens``: how many more tokens could be reused with
         what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
         lost blocks since. Does not change the pool."""
-        self._process.check(self)
         keys = self._keys(prompt)
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
@@ -247,7 +246,6 @@ class StorageManager(Closing):
         """Return what ``KVCacheManager.explain`` returns, with the stores that are known to have what the pool lacks,
         and the last trouble with it there: see ``Missed``. For diagnosis, not for every request. Asks no store;
         thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed."""
-        self._process.check(self)
         keys = self._keys(prompt)
         chain, groups = split(keys.keys.tobytes(), 16), cached_groups(self._pool)
 
@@ -274,7 +272,6 @@ class StorageManager(Closing):
         "stored" events follow for everything that stores are known to have. So a reader that applies all events knows
         what ``match_prefix`` counts, tier by tier.
         """
-        self._process.check(self)
         return self._stored.read(bool_argument("snapshot", snapshot))
 
     # -- for operators -------------------------------------------------------------------------------
@@ -290,7 +287,6 @@ class StorageManager(Closing):
         which a ``MooncakeStore`` is not: ValueError otherwise. Changes the pool; thread-safe. Raises TypeError,
         ValueError, StoreBusy (too much waits to be dropped), PoolClosed. Then nothing has changed.
         """
-        self._process.check(self)
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt: expected exactly one of them, got {prompt!r:.80}, namespace={namespace!r:.80}")
         if namespace is not None:
@@ -312,7 +308,6 @@ class StorageManager(Closing):
         ``force``: as for ``KVCacheManager.reset``. All stores must have ``Store.clear``: ValueError otherwise. Changes
         the pool; thread-safe. Raises TypeError, ValueError, PoolBusy and StoreBusy (nothing has changed), PoolClosed.
         """
-        self._process.check(self)
         force = bool_argument("force", force)
         return self._ordered(lambda: self._forget_all(force))
 
@@ -328,7 +323,6 @@ class StorageManager(Closing):
     def drain(self, timeout: float) -> bool:
         """Wait until everything decided before this call is saved or given up, and no prefetch is under way. Returns
         whether that is so after at most ``timeout`` seconds."""
-        self._process.check(self)
         with self._lock:
             wanted = self._awaited = self._turns + 2
             self._quiet = False
@@ -344,7 +338,6 @@ class StorageManager(Closing):
     def stats(self) -> StorageManagerStats:
         """Figures of now; also of a closed storage manager. Never waits for I/O. Each is right, but they may be some
         microseconds apart."""
-        self._process.check(self)
         tier, storage, prefetches = self._adapter, self._storage, self._prefetches
         dropped: Counter[tuple[str, str]] = Counter()
         for (name, reason), count in storage.not_saved(self._unsaved.lost).items():
@@ -371,7 +364,6 @@ class StorageManager(Closing):
         Returns False if a call of a store still hangs after ``timeout`` seconds. The staging memory stays until that
         call returns. May be called again.
         """
-        self._process.check(self)
         end = time.monotonic() + number_argument("timeout", timeout)
         with self._lock:
             self._closing = True

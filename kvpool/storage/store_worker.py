@@ -17,7 +17,7 @@ from kvpool.common.arguments import bool_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.process import Closing, Process
+from kvpool.common.process import Closing, stays_here
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.storage.calls import NO_ROWS, StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
@@ -175,7 +175,8 @@ class StoreWorker(Closing):
         """Whether what the store keeps can outlive the process."""
         self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
         """Whether ``find_now`` may have an answer."""
-        self._clock, self._process = clock, Process()
+        self._clock = clock
+        stays_here(self)
         self.health = health or CircuitBreaker(clock=clock)
         """Judges the store."""
         self._patience = patience
@@ -226,7 +227,6 @@ class StoreWorker(Closing):
     def find_now(self, keys: Keys) -> Bytes | None:
         """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a request can tell:
         another store, one that has failed or is suspended, or one that is to drop something. Hashes names."""
-        self._process.check(self)
         checked_keys = keys_argument(keys)
         return self._open.find_now(checked_keys) if self.indexed else None
 
@@ -318,12 +318,10 @@ class StoreWorker(Closing):
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until a condition holds, which is asked with the lock held. Returns whether it does. Raises
         ForkedProcess."""
-        self._process.check(self)
         return self._open.wait_until(condition, timeout)
 
     def cancel(self, request: StoreRequest) -> None:
         """What ``StoreRequest.cancel`` does."""
-        self._process.check(self)
         if request.kind in DROPS:
             raise ValueError(f"{request!r}: it cannot be cancelled")
         self._open.cancel(request)
@@ -336,7 +334,6 @@ class StoreWorker(Closing):
     def poll(self) -> bool:
         """Make the calls of requests that are done or returned. Never waits. Returns whether there were such requests.
         Clears ``fileno``."""
-        self._process.check(self)
         return self._open.callbacks.poll()
 
     @property
@@ -357,20 +354,17 @@ class StoreWorker(Closing):
 
     def wait(self, timeout: float) -> bool:
         """Wait until ``poll`` has a call to make, at most ``timeout`` seconds. Returns whether it has."""
-        self._process.check(self)
         return self._open.callbacks.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
         """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
         so. Drops that the store does not confirm are not waited for: wait for their requests."""
-        self._process.check(self)
         return self.wait_until(
             lambda: all(request.returned or request.kind in DROPS for request in self.requests), timeout
         )
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
-        self._process.check(self)
         return self._open.stats()
 
     # -- rows ----------------------------------------------------------------------------------------
@@ -383,7 +377,6 @@ class StoreWorker(Closing):
         """Up to ``most`` free rows for a request of this kind, int64[n]. They are the caller's until a request has
         them, or ``give_back``. Waits up to ``timeout`` seconds for one, as long as others than calls that hang have
         some. There may be none."""
-        self._process.check(self)
         rows = [] if taken is None else taken
         self._open.take(kind, most, timeout, rows)
         return np.array(rows, np.int64)
@@ -405,7 +398,6 @@ class StoreWorker(Closing):
         Returns False if a call still hangs after ``timeout`` seconds. Its rows may still be written to, so their memory
         must not be used again; the store is closed when that call returns. May be called again.
         """
-        self._process.check(self)
         self._open.close()
         over = self.wait_until(lambda: self._open.closed, timeout)
         if call_back:
@@ -430,7 +422,6 @@ class StoreWorker(Closing):
         owner: object = None,
         taken: list[int] | None = None,
     ) -> StoreRequest:
-        self._process.check(self)
         checked_keys = keys_argument(keys)
         if kind != CLEAR:
             tag = self._own_tag if tag is None else self._tag(tag)

@@ -161,8 +161,8 @@ def test_a_host_storage_manager_refuses_a_child_and_keeps_its_parent() -> None:
         kept(index, "a")
 
         def child() -> None:
-            assert manager.find(b"a") == index.HERE
             refuses(
+                lambda: manager.find(b"a"),
                 lambda: manager.find(b"no"),
                 lambda: manager.lookup([b"no"]),
                 lambda: manager.pin([b"a"]),
@@ -194,13 +194,13 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
             prefetch = manager.prefetch([*range(40)])
             key, row, space = queue.secret.derive_keys(names(1)), np.arange(1), Space(bytes(16), memory())
             calls = [
-                job.wait,
-                job.cancel,
-                prefetch.wait,
-                queue.stats,
-                other.stats,
-                disk.stats,
-                disk.close,
+                lambda: job.wait(),
+                lambda: job.cancel(),
+                lambda: prefetch.wait(),
+                lambda: queue.stats(),
+                lambda: other.stats(),
+                lambda: disk.stats(),
+                lambda: disk.close(),
                 lambda: queue.find(key),
                 lambda: disk.find(key),
                 lambda: disk.load(key, row, lambda: False),
@@ -208,9 +208,9 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
                 lambda: disk.open(space),
                 lambda: manager.prefetch([1]),
                 lambda: manager.match_prefix([1]),
-                manager.stats,
-                manager.events,
-                manager.close,
+                lambda: manager.stats(),
+                lambda: manager.events(),
+                lambda: manager.close(),
             ]
             in_child(lambda: refuses(*calls))
             gate.open()

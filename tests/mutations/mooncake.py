@@ -45,8 +45,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a_child_calls_the_library",
-        "Client._call",
-        "self._process.check(self)",
+        "Client.__init__",
+        "stays_here(self)",
         "",
         "A child of os.fork() hangs for ever.",
         _client("test_a_child_gets_an_error_and_destroys_nothing"),

@@ -3,7 +3,6 @@ worst a miss."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -467,8 +466,8 @@ def test_a_child_gets_an_error_and_does_not_hang(serve: Serve) -> None:
     store = client(server)
     with open_queue(store) as queue:
         saved(queue, 1)
-        find = functools.partial(store.find, np.zeros((1, 32), np.uint8))
-        in_child(lambda: refuses(store.close, server.close, server.stats, find))
+        key = np.zeros((1, 32), np.uint8)
+        in_child(lambda: refuses(store.close, server.close, server.stats, lambda: store.find(key)))
         saved(queue, 2)
 
 

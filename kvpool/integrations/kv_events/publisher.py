@@ -16,7 +16,7 @@ import zmq
 from kvpool.common.arguments import bool_argument, text_argument
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.errors import PoolClosed
-from kvpool.common.process import Closing, Process
+from kvpool.common.process import Closing, stays_here
 from kvpool.common.threads import Bell
 from kvpool.integrations.kv_events.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.integrations.kv_events.replay_server import History, ReplayServer
@@ -137,7 +137,7 @@ class KVEventPublisher(Closing):
 
     Token ids below zero are sent modulo 2**32, extra ids below zero modulo 2**64. Salts and adapter names are sent as
     they are. Thread-safe. Raises ValueError, TypeError, and zmq.ZMQError for an endpoint that is not available.
-    ``flush`` and ``close`` raise ForkedProcess in a child of ``os.fork()``. Does not change what is cached.
+    All calls raise ForkedProcess in a child of ``os.fork()``. Does not change what is cached.
     """
 
     def __init__(
@@ -181,7 +181,8 @@ class KVEventPublisher(Closing):
         peers = integer_argument("connections", connections, 1, 1 << 16)
         self._source, self._topic = storage or cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, hashes, rank, _specs(cache, group))
-        self._stats, self._process = PublisherStats(), Process()
+        self._stats = PublisherStats()
+        stays_here(self)
         self._lock = threading.Lock()
         self._asked = 0
         self._answered = 0
@@ -245,7 +246,6 @@ class KVEventPublisher(Closing):
     def flush(self) -> None:
         """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed
         if the publisher has ended, or ends before that."""
-        self._process.check(self)
         with self._lock:
             self._asked += 1
             mine = self._asked
@@ -261,7 +261,6 @@ class KVEventPublisher(Closing):
     def close(self, linger_ms: int = 1000) -> None:
         """Have subscribers drop everything, and end. They have ``linger_ms`` to read what waits for them. A second
         call does nothing."""
-        self._process.check(self)
         self._linger_ms = integer_argument("linger_ms", linger_ms, 0, 1 << 30)
         self._stopping = True
         self._thread.join()

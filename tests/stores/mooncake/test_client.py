@@ -158,7 +158,7 @@ def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreWorker, library:
     library.calls.clear()
 
     def child() -> None:
-        refuses(lambda: made.exist(["a"]), made.check, made.close, client)
+        refuses(lambda: made.exist(["a"]), made.close, client)
         assert library in mooncake_client._KEPT and not library.calls
 
     in_child(child)

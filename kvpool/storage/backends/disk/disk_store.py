@@ -20,7 +20,7 @@ import numpy as np
 
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.errors import PoolClosed
-from kvpool.common.process import Process
+from kvpool.common.process import stays_here
 from kvpool.state.arrays import LRU, POLICIES
 from kvpool.storage.backends.disk import slot_index
 from kvpool.storage.backends.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
@@ -112,7 +112,8 @@ class DiskStore:
         self._policy = choice_argument("policy", policy, POLICIES)
         if system is not None and not isinstance(system, System):
             raise TypeError(f"system: expected a System, got {system!r:.80}")
-        self._system, self._process = system or System(), Process()
+        self._system = system or System()
+        stays_here(self)
         # Taken by itself: ``stats`` is for any thread, see ``kvpool.common.threads.Bell``.
         self._lock, self._opened = threading.Lock(), False
         self._changed = threading.Condition(self._lock)
@@ -132,7 +133,6 @@ class DiskStore:
         """The secret of the folder, 32 bytes. Makes it, and the folder, if they are not there. If ``open`` then fails
         before a store has used the folder, both are removed, and a later call makes another secret. Raises what
         ``open`` raises for a folder that cannot be used."""
-        self._process.check(self)
         if self._opened:
             return self._folder.secret()
         folder = Folder(self._path, self._made)
@@ -146,7 +146,6 @@ class DiskStore:
         return secret
 
     def open(self, space: Space) -> bytes:
-        self._process.check(self)
         if self._opened:
             raise BlockingIOError(errno.EAGAIN, "this store is open already", self._path)
         undo: list[Callable[[], None]] = []
@@ -355,7 +354,6 @@ class DiskStore:
         return count
 
     def stats(self) -> dict[str, int]:
-        self._process.check(self)
         with self._lock:
             index = self._index if self._opened else ()
             evicted = self._index.evicted if self._opened else 0
@@ -363,7 +361,6 @@ class DiskStore:
 
     def close(self) -> None:
         """End. The order of last use is written too, if that is possible. Closing twice is fine."""
-        self._process.check(self)
         with self._lock:
             opened, self._opened = self._opened, False
         if not opened:
@@ -379,7 +376,6 @@ class DiskStore:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        self._process.check(self)
         if not self._opened:
             raise PoolClosed("the store is closed")
 

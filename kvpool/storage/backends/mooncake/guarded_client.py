@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpool.common.arrays import Uint8s
 from kvpool.common.errors import ForkedProcess, PoolClosed
-from kvpool.common.process import Process
+from kvpool.common.process import stays_here
 
 TESTED = "0.3.13.post1"
 PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
@@ -152,7 +152,8 @@ class Client:
             if not setting.isdecimal() or not int(setting):
                 os.environ[name] = value
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        self._process, self._lock = Process(), threading.Condition()
+        self._lock = threading.Condition()
+        stays_here(self)
         self._master, self._segment = master, segment
         self._closed, self._calls, self._memory = False, 0, list[Any]()
         self.inner: Any = make()
@@ -165,10 +166,6 @@ class Client:
     def calls(self) -> int:
         """How many calls are under way."""
         return self._calls
-
-    def check(self) -> None:
-        """Raise ForkedProcess in a child of ``os.fork()``."""
-        self._process.check(self)
 
     def register(self, memory: Uint8s) -> None:
         """Tell the library of memory that calls read and write. It is kept until ``close`` has returned."""
@@ -212,7 +209,6 @@ class Client:
         The client is left to the end of the process, with the memory that it uses, if calls still hang after
         ``timeout`` seconds. So it is if memory is lent and the master is gone: the library would take 13 seconds.
         """
-        self._process.check(self)
         with self._lock:
             if self._closed:
                 return
@@ -239,7 +235,6 @@ class Client:
         return answer
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        self._process.check(self)
         with self._lock:
             if self._closed:
                 raise PoolClosed("this client of Mooncake is closed")

@@ -20,6 +20,7 @@ import numpy as np
 from kvpool.common.arguments import text_argument
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed
+from kvpool.common.process import stays_here
 from kvpool.storage.backends.mooncake import guarded_client as client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.shared_secret import default_place, read_or_make_secret, secret_argument
@@ -185,6 +186,7 @@ class MooncakeStore:
         for area in buffer.reshape(self.threads, self._most, held):
             self._areas.put(area)
         self._client = made
+        stays_here(self)
         return self._secret
 
     def find(self, keys: Bytes) -> Bytes:
@@ -262,7 +264,6 @@ class MooncakeStore:
         made = self._client
         if made is None:
             raise PoolClosed("this MooncakeStore is not open")
-        made.check()
         return made
 
     @contextmanager

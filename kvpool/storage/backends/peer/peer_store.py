@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     raise ImportError('PeerStore needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.process import Process
+from kvpool.common.process import stays_here
 from kvpool.remote.connection import Connection, RemoteError, Stop, Stopped, never
 from kvpool.remote.connections import end, new_context
 from kvpool.remote.listener import ClientKeys, ClientSecret, check_endpoint
@@ -175,7 +175,8 @@ class PeerStore:
         self._door = keys or ClientSecret(wire_key(self._secret))
         self._timeout_ms = integer_argument("timeout_ms", timeout_ms, 1, 600_000)
         self.threads = integer_argument("connections", connections, 1, 64)
-        self._process, self._lock = Process(), threading.Lock()
+        self._lock = threading.Lock()
+        stays_here(self)
         self._context: zmq.Context[Any] | None = None
         self._idle: list[Connection] = []
         self._made = self._busy = self._failed = self._era = 0
@@ -192,7 +193,6 @@ class PeerStore:
     # -- the store ---------------------------------------------------------------------------------
 
     def open(self, space: Space) -> bytes:
-        self._process.check(self)
         self._memory, self._block_bytes = space.memory, space.block_bytes
         self._most = max(1, CALL_BYTES_MAX // space.block_bytes)
         self._context = new_context()
@@ -266,7 +266,6 @@ class PeerStore:
 
     def stats(self) -> dict[str, int]:
         """``blocks`` and ``capacity``: of the server's store, as it has said it with its last answer."""
-        self._process.check(self)
         with self._lock:
             open_now = len(self._idle) + self._busy
             figures = {"connections": open_now, "connected": self._made, "failed_calls": self._failed}
@@ -276,7 +275,6 @@ class PeerStore:
 
     def close(self) -> None:
         """Disconnect. Content stays with the server."""
-        self._process.check(self)
         with self._lock:
             connections, self._idle = self._idle, []
             context, self._context = self._context, None
@@ -314,7 +312,6 @@ class PeerStore:
     @contextmanager
     def _connection(self, stop: Stop = never) -> Iterator[Connection]:
         """A connection that nobody else uses meanwhile. An error ends it."""
-        self._process.check(self)
         link = self._taken()
         try:
             if link.welcome is None:

@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.process import Closing
+from kvpool.common.process import Closing, stays_here
 from kvpool.remote.listener import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.session import NO_MAC, Failed, Malformed, Message, Received, frames_argument
 from kvpool.storage.backends.peer.peer_store import (
@@ -171,12 +171,12 @@ class StoreServer(Closing):
             store.close()
             raise
         self.endpoint = self._server.endpoint
+        stays_here(self)
         self._server.start()
         self._calls.start()
 
     def stats(self) -> ServedStats:
         """Figures of now. Never waits for the store."""
-        self._server.check(self)
         counts, calls = self._server.counts, self._calls
         return replace(
             calls.stats,
@@ -211,7 +211,6 @@ class StoreServer(Closing):
         be called again.
         """
         end = time.monotonic() + timeout
-        self._server.check(self)
         self._server.close()
         return self._calls.join(end)
 

@@ -21,7 +21,7 @@ from kvpool.common.arguments import text_argument
 from kvpool.common.arrays import Bools
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed
-from kvpool.common.process import Process
+from kvpool.common.process import stays_here
 from kvpool.storage.backends.s3.pack_index import LOG_BYTES_MAX, NAME_BYTES, DropLog, Pack, PackIndex, whole
 from kvpool.storage.backends.shared_secret import default_place, read_or_make_secret, secret_argument
 from kvpool.storage.backends.tag_limits import TagLimits
@@ -141,7 +141,8 @@ class S3Store:
             self._secret = secret_argument(secret, secret_file)
         self._api, self._made = _library()
         self._client: Any = None
-        self._process, self._lock, self._counts = Process(), threading.Lock(), Counter[str]()
+        self._lock, self._counts = threading.Lock(), Counter[str]()
+        stays_here(self)
         self._limits, self._trouble = TagLimits(), ""
         self._index = PackIndex(integer_argument("index_blocks", index_blocks, 1, 1 << 40))
         # Of the listing: one at a time, when the last one began, and the smallest number a pack may have.
@@ -161,7 +162,6 @@ class S3Store:
     # -- the store -----------------------------------------------------------------------------------
 
     def open(self, space: Space) -> bytes:
-        self._process.check(self)
         if self._client is not None:
             raise ValueError("this S3Store is open: each queue needs one of its own")
         options: dict[str, Any] = {"endpoint": self._endpoint} if self._endpoint else {}
@@ -255,19 +255,16 @@ class S3Store:
     def stats(self) -> dict[str, int]:
         """``requests``, and how many ``failed``. ``blocks`` and ``packs`` that are known; blocks ``dropped`` for a
         limit."""
-        self._process.check(self)
         with self._lock:
             counts = {name: self._counts[name] for name in ("requests", "failed", "dropped")}
         return {**counts, "blocks": len(self._index), "packs": self._index.packs}
 
     def close(self) -> None:
-        self._process.check(self)
         self._client = None
 
     # -- inside --------------------------------------------------------------------------------------
 
     def _opened(self) -> Any:
-        self._process.check(self)
         if self._client is None:
             raise PoolClosed("this S3Store is not open")
         return self._client
