@@ -329,12 +329,12 @@ class BlockClient(Closing):
     def _connect(self) -> None:
         """Learn the server's limits. Raises RemoteError if the two pools do not fit together."""
         assert self._context is not None
-        door = self._keys or ClientSecret(remote_password(self._cache.core.states.secret).encode())
+        credentials = self._keys or ClientSecret(remote_password(self._cache.core.states.secret).encode())
         answer = len(self._sizes) * BLOCKS_MAX // 8 + 1
         link = self._link = Connection(
             self._context,
             self._endpoint,
-            door,
+            credentials,
             timeout_ms=self._timeout_ms,
             # A server that sends more answers than it owes is not read from until the next call.
             frame_bytes=max(answer, self._blocks * max(self._sizes)),
@@ -353,9 +353,9 @@ class BlockClient(Closing):
 
     def _explain(self, error: RemoteError) -> NoReturn:
         """Raise the error, in words of pools."""
-        if error.code == "door" and self._keys:
+        if error.code == "credentials" and self._keys:
             raise RemoteError("keys", f"{self._endpoint} does not know this client's key") from None
-        if error.code in ("door", "secret"):
+        if error.code in ("credentials", "secret"):
             raise RemoteError(
                 "secret",
                 "the pools have different hash secrets, so that no key of one is known to the other: give both "

@@ -145,12 +145,12 @@ class BlockServer(Closing):
         self._blocks = _HostTier(cache, InlineServer() if transport is None else transport, server_limits)
         # Every request has one answer. A client that leaves more of them unread exceeds its limit.
         waiting = 4 * server_limits.requests_per_client
-        door = keys or ServerSecret(remote_password(cache.core.states.secret).encode())
+        credentials = keys or ServerSecret(remote_password(cache.core.states.secret).encode())
         try:
             self._server = self._blocks.server = Server(
                 self._blocks,
                 endpoint,
-                door,
+                credentials,
                 connections=server_limits.connections,
                 stall_ms=stall,
                 frame_bytes=KEY_BYTES * BLOCKS_MAX,

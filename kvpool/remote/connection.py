@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.errors import KVPoolError
 from kvpool.remote.connections import Flow
-from kvpool.remote.listener import ClientDoor
+from kvpool.remote.listener import ClientCredentials
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
     NO_MAC,
@@ -86,16 +86,16 @@ class Connection:
 
     ``frame_bytes``, ``messages``: the longest frame of an answer, and how many answers may be under way. Calls raise
     RemoteTimeout if no answer comes within ``timeout_ms``, which may be set, or the connection has ended. They raise
-    RemoteError: its code is "door" if the server does not let this client in, "impostor" if it does not prove that it
-    knows the secret, "malformed" for what no server sends, and what the server says if it refuses. They raise Stopped
-    when ``stop()`` says so.
+    RemoteError: its code is "credentials" if the server does not let this client in, "impostor" if it does not prove
+    that it knows the secret, "malformed" for what no server sends, and what the server says if it refuses. They raise
+    Stopped when ``stop()`` says so.
     """
 
     def __init__(
         self,
         context: zmq.Context[Any],
         endpoint: str,
-        door: ClientDoor,
+        credentials: ClientCredentials,
         *,
         timeout_ms: int,
         frame_bytes: int,
@@ -103,7 +103,7 @@ class Connection:
     ) -> None:
         check_library("kvpool.remote", "remote")
         self._endpoint = endpoint
-        self._key = door.wire_key
+        self._key = credentials.wire_key
         self.timeout_ms = timeout_ms
         self._most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + _BUFFER_BYTES
         self._number = 0
@@ -114,7 +114,7 @@ class Connection:
         # Another connection could not know what was under way on this one.
         socket.linger, socket.ipv6, socket.reconnect_ivl = 0, "[" in endpoint, -1
         socket.rcvhwm, socket.maxmsgsize = messages, max(HEAD_BYTES_MAX, frame_bytes)
-        door.apply(socket)
+        credentials.apply(socket)
         self._monitor = socket.get_monitor_socket(functools.reduce(operator.or_, [zmq.EVENT_CONNECTED, *_ENDED]))
         socket.connect(endpoint)
 
@@ -232,7 +232,7 @@ class Connection:
         if kind == zmq.EVENT_CONNECTED:
             self._flow = Flow(int(event["value"]), self._endpoint, IDLE_BYTES_MAX)
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            raise RemoteError("door", f"{self._endpoint}: {_ENDED[kind]}")
+            raise RemoteError("credentials", f"{self._endpoint}: {_ENDED[kind]}")
         else:
             raise RemoteTimeout(f"{self._endpoint}: {_ENDED[kind]}")
 

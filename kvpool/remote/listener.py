@@ -1,5 +1,5 @@
-"""Where a server may listen and a client may connect, and by what the door knows a client: CURVE keys, or a pass made
-from a secret."""
+"""Where a server may listen and a client may connect, and how a server knows its clients: by CURVE keys, or by a token
+made from a secret."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ class ClientSecret:
         self.wire_key = key
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Give ``socket`` a pass for one connection, which it makes now."""
+        """Give ``socket`` a token for one connection, which it makes now."""
         name = f"{time.monotonic_ns()} {secrets.token_hex(16)}".encode()
         socket.plain_username, socket.plain_password = name, _proof(self.wire_key, name)
 
 
-ServerDoor = ServerKeys | ServerSecret
-ClientDoor = ClientKeys | ClientSecret
+ServerCredentials = ServerKeys | ServerSecret
+ClientCredentials = ClientKeys | ClientSecret
 
 
 def _proof(key: bytes, name: bytes) -> bytes:

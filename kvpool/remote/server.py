@@ -15,7 +15,7 @@ import zmq
 
 from kvpool.common.arrays.digest import check_library
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.listener import ServerDoor, binding
+from kvpool.remote.listener import ServerCredentials, binding
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
     NO_MAC,
@@ -100,7 +100,7 @@ class Server:
         self,
         backend: Backend,
         endpoint: str,
-        door: ServerDoor,
+        credentials: ServerCredentials,
         *,
         connections: int,
         stall_ms: int,
@@ -110,7 +110,7 @@ class Server:
     ) -> None:
         check_library("kvpool.remote", "remote")
         self._backend = backend
-        self._door = door
+        self._credentials = credentials
         self._clients: dict[bytes, ClientSession] = {}
         self._posted = deque[Callable[[], object]]()
         self.counts = Counts()
@@ -131,7 +131,7 @@ class Server:
         if stall_ms and endpoint.startswith("tcp:"):
             socket.tcp_maxrt = stall_ms
         socket.zap_domain, socket.zap_enforce_domain = _DOMAIN, True
-        door.apply(socket)
+        credentials.apply(socket)
         bytes_most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + 2 * _BUFFER_BYTES
         self.connections = Connections(socket, connections, bytes_most, guarded=True)
         try:
@@ -215,7 +215,7 @@ class Server:
                 ready = dict(poller.poll(self._backend.turn()))
                 self._note_ends(self.connections.poll())
                 if self._zap in ready:
-                    self._open_door()
+                    self._authenticate()
                 if self._bell in ready:
                     os.eventfd_read(self._bell)
                 while self._posted:
@@ -233,11 +233,11 @@ class Server:
         self._socket.close(linger=0)
         self._zap.close(linger=0)  # Connections do not end, and keep what was sent, while it is open and nobody reads.
 
-    def _open_door(self) -> None:
+    def _authenticate(self) -> None:
         """Answer ZeroMQ, which asks whether a peer may connect (RFC 27)."""
         frames = self._zap.recv_multipart()
-        version, number, credentials = frames[0], frames[1], frames[6:]
-        status = [b"200", b"OK"] if self._door.admits(credentials) else [b"400", b"not known"]
+        version, number, shown = frames[0], frames[1], frames[6:]
+        status = [b"200", b"OK"] if self._credentials.admits(shown) else [b"400", b"not known"]
         self._zap.send_multipart([version, number, *status, b"", b""])
 
     def _note_ends(self, descriptors: Sequence[int]) -> None:
@@ -261,7 +261,7 @@ class Server:
 
     def _greet(self, sender: bytes, descriptor: int, frames: list[Any]) -> None:
         self._note_ends(self.connections.poll())  # it may have come in this turn
-        session, answer = answered(self._door.wire_key, frames[0].bytes if len(frames) == 1 else b"")
+        session, answer = answered(self._credentials.wire_key, frames[0].bytes if len(frames) == 1 else b"")
         if session is None:
             self.counts.malformed += 1
         if self._send(sender, [answer]) and session is not None and descriptor in self.connections:

@@ -60,7 +60,7 @@ def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(make: Make) 
         with ThreadPoolExecutor(1) as pool:
             raised = pool.submit(link.greet, Hello(0, "", "", "", ""), Welcome).exception(600)
         link.close()
-    assert isinstance(raised, RemoteError) and raised.code == "door", raised
+    assert isinstance(raised, RemoteError) and raised.code == "credentials", raised
 
 
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])

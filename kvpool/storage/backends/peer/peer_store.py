@@ -172,7 +172,7 @@ class PeerStore:
     ) -> None:
         self._endpoint = check_endpoint(endpoint, keys)
         self._secret = SharedSecret(secret, secret_file)
-        self._door = keys or ClientSecret(wire_key(self._secret))
+        self._credentials = keys or ClientSecret(wire_key(self._secret))
         self._timeout_ms = integer_argument("timeout_ms", timeout_ms, 1, 600_000)
         self.threads = integer_argument("connections", connections, 1, 64)
         self._lock = threading.Lock()
@@ -330,7 +330,7 @@ class PeerStore:
             if isinstance(error, Malformed):
                 raise ConnectionError(f"{self._endpoint} sent {error}") from None
             if isinstance(error, RemoteError) and not isinstance(error, OSError):
-                kinds = {"door": PermissionError, "impostor": PermissionError, "size": Refusal}
+                kinds = {"credentials": PermissionError, "impostor": PermissionError, "size": Refusal}
                 raise kinds.get(error.code, ConnectionError)(f"{self._endpoint}: {error.reason}") from None
             raise
         with self._lock:
@@ -351,7 +351,7 @@ class PeerStore:
             link = link or Connection(
                 self._context,
                 self._endpoint,
-                self._door,
+                self._credentials,
                 timeout_ms=self._timeout_ms,
                 frame_bytes=frame_bytes_max(self._most, self._block_bytes),
                 messages=1,

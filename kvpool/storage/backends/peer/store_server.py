@@ -153,14 +153,14 @@ class StoreServer(Closing):
         stall = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1)
         if keys is not None and (secret is not None or secret_file is not None):
             raise ValueError("secret, secret_file, keys: expected one of them, got several")
-        door = keys or ServerSecret(wire_key(SharedSecret(secret, secret_file)))
+        credentials = keys or ServerSecret(wire_key(SharedSecret(secret, secret_file)))
         self._calls = _Calls(store, size, blocks, waiting + store.threads)
         try:
             # A client has one call under way on each connection. ZeroMQ holds one message more each way.
             self._server = self._calls.server = Server(
                 self._calls,
                 endpoint,
-                door,
+                credentials,
                 connections=most,
                 stall_ms=stall,
                 frame_bytes=frame_bytes_max(blocks, size),
