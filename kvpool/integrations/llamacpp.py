@@ -211,10 +211,10 @@ class PrefixCache(Closing):
             with self._lock:
                 self._asked, self._reused = self._asked + len(tokens), self._reused + reused
                 self._cuts = self._cuts and reused >= known - 1
-                if LLAMACPP.tells():
+                if LLAMACPP.logs_requests():
                     key = _key_of(tokens, adapters)
                     missed = self._blocks.explain_state(key, len(tokens) - sum(came.values()))
-                    LLAMACPP.tell(UNNAMED, came, [missed])
+                    LLAMACPP.log_request(UNNAMED, came, [missed])
             self._keep(slot, np.concatenate([tokens, np.array(answer["tokens"], np.int64)]), adapters)
             return answer
 

@@ -302,15 +302,15 @@ class PromptCache(Closing):
             self._asked += len(tokens)
             hits = [(shelf.find(tokens), shelf) for shelf in self._shelves] if len(tokens) > 1 else []
             for count, shelf in sorted(hits, key=lambda hit: -hit[0]):
-                story = shelf.story(tokens, count) if MLX.tells() else None
+                story = shelf.story(tokens, count) if MLX.logs_requests() else None
                 caches = shelf.restore(tokens[:count]) if count else None
                 if story is not None and caches is not None:
-                    MLX.tell(UNNAMED, *story)
+                    MLX.log_request(UNNAMED, *story)
                 if caches is not None:
                     self._reused += count
                     return caches, tokens[count:]
-            if MLX.tells() and hits:
-                MLX.tell(UNNAMED, *hits[0][1].story(tokens, 0))
+            if MLX.logs_requests() and hits:
+                MLX.log_request(UNNAMED, *hits[0][1].story(tokens, 0))
             return None, tokens
 
     def insert_cache(

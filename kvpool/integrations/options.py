@@ -202,15 +202,15 @@ class EnginePlugin:
         for handler in () if logger.hasHandlers() else logging.getLogger(self.packages[0]).handlers:
             logger.addHandler(handler)
 
-    def tells(self) -> bool:
+    def logs_requests(self) -> bool:
         """Whether a line is logged for each request. Otherwise nothing is collected for it."""
         return self.log.isEnabledFor(logging.DEBUG)
 
     def history(self) -> int:
         """How many keys that have gone a host cache remembers for these lines."""
-        return _HISTORY if self.tells() else 0
+        return _HISTORY if self.logs_requests() else 0
 
-    def tell(self, request: str, came: Mapping[str, int], missed: Iterable[Missed]) -> None:
+    def log_request(self, request: str, came: Mapping[str, int], missed: Iterable[Missed]) -> None:
         """Log one line for a request: how many tokens came from the "device", the "host" and each store, and how many
         did not, by reason and by trouble with stores. It has no tokens, no keys and no salts."""
         counts = Counter[str]()

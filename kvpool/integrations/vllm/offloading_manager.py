@@ -270,7 +270,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         if self.options.stores and self._storage is None:
             raise RuntimeError("kvpool's stores were not opened: vLLM has not said where the workers' memory is")
-        if VLLM.tells():
+        if VLLM.logs_requests():
             self._stories[req_context.req_id] = _Story()
         message = req_context.kv_hints or (req_context.kv_transfer_params or {}).get("kv_hints")
         if message is not None:
@@ -279,7 +279,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         if (story := self._stories.pop(req_context.req_id, None)) is not None:
-            VLLM.tell(req_context.req_id, story.came, story.missed.values())
+            VLLM.log_request(req_context.req_id, story.came, story.missed.values())
         if self._storage is not None:
             self._storage.finish(req_context.req_id)
         request = self._requests.get(req_context.req_id)
