@@ -78,7 +78,7 @@ MUTATIONS = (
         '    raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")',
         "def _setstate(self, state: object) -> None:\n"
         '    raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")',
-        "A pickle has keys believed that no pool has hashed.",
+        "A pickle has keys trusted that no pool has hashed.",
         (f"{_LYING}::test_keys_are_made_once",),
     ),
     Mutation(
@@ -95,7 +95,7 @@ MUTATIONS = (
         "StoreCalls._checked",
         "self._store.load(keys.copy(), rows.copy(), lambda: request.done)",
         "self._store.load(np.array(keys, copy=None), rows, lambda: request.done)",
-        "A store has one row checked, and another one believed.",
+        "A store has one row checked, and another one trusted.",
         ("tests/stores/test_queue.py::test_a_block_in_another_row_than_its_own_is_damaged",),
     ),
     Mutation(
@@ -103,7 +103,7 @@ MUTATIONS = (
         "_codes",
         "codes = np.array(answer)",
         "codes = np.array(answer).astype(np.uint8)",
-        "A store that answers 257 is believed to have said OK.",
+        "A store that answers 257 is trusted to have said OK.",
         ("tests/stores/test_queue.py::test_codes_that_are_none_are_failures[[257 257]-find]",),
     ),
     Mutation(

@@ -57,7 +57,7 @@ MUTATIONS = (
         ("tests/state/test_safety.py::test_a_key_that_collides_is_not_a_hit_for_other_extra_ids",),
     ),
     Mutation(
-        "the_keys_of_a_pickle_are_believed",
+        "the_keys_of_a_pickle_are_trusted",
         "keys.unproven",
         "prompt._groups is None",
         "False",
@@ -321,7 +321,7 @@ MUTATIONS = (
         "_slot",
         "counters_of(group).events_dropped += 1",
         "",
-        "A router that was late never learns that it believes in blocks that are gone.",
+        "A router that was late never learns that it counts on blocks that are gone.",
         ("tests/observe/test_metrics.py::test_events_that_any_group_dropped_are_counted",),
     ),
 )

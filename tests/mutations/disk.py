@@ -36,7 +36,7 @@ MUTATIONS = (
         (f"{FAILURES}test_who_waits_for_a_commit_learns_that_the_one_before_has_failed",),
     ),
     Mutation(
-        "a_store_that_was_closed_after_a_crash_is_believed",
+        "a_store_that_was_closed_after_a_crash_is_trusted",
         "DiskStore._write_all",
         "not self._index.in_doubt",
         "True",

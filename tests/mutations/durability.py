@@ -45,7 +45,7 @@ with self._lock:
         _STATES,
     ),
     Mutation(
-        "a_row_from_before_a_crash_is_believed",
+        "a_row_from_before_a_crash_is_trusted",
         "Index.reserve",
         "self._again(key, tag, key in same, keep) if self.is_doubtful(key) else HERE",
         "HERE",

@@ -155,7 +155,7 @@ MUTATIONS = (
         "on_only_copy",
         "changed = block.priority != other.priority",
         "changed = False",
-        "A router believes in a priority that content on the host has no more.",
+        "A router goes by a priority that content on the host has no more.",
         ("tests/observe/test_events.py::test_a_copy_that_becomes_the_only_one_says_the_priority_that_it_takes",),
     ),
     # -- twins ---------------------------------------------------------------------------------------------

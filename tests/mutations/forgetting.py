@@ -88,7 +88,7 @@ MUTATIONS = (
         "StorageManager._forgotten",
         "self._storage.poll()",
         "pass",
-        "Content that was computed again is never saved: the keeper believes that the store has it.",
+        "Content that was computed again is never saved: the storage manager assumes that the store has it.",
         (f"{_KEEPER}test_a_save_that_is_over_and_not_noted_is_taken_back[prompt]",),
     ),
     Mutation(

@@ -9,7 +9,7 @@ _SAVING = "tests/state/test_saving.py::"
 
 MUTATIONS = (
     Mutation(
-        "a_key_alone_is_believed",
+        "a_key_alone_is_trusted",
         "Content.context",
         "return block_context(parent, tokens, extra, namespace_bytes(self.whose), self.group)",
         'return b""',
@@ -231,7 +231,7 @@ MUTATIONS = (
         (f"{_SAVING}test_content_that_has_gone_and_comes_again_is_read_again",),
     ),
     Mutation(
-        "a_saver_that_comes_later_believes_the_one_before",
+        "a_saver_that_comes_later_trusts_the_one_before",
         "saving.open_dirty_cursor",
         "blocks_of(group)[b].saved &= ~bit",
         "pass",

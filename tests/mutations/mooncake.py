@@ -1,4 +1,4 @@
-"""Mutations of the store in a Mooncake cluster: what it believes, when rows are given back, and when nothing is
+"""Mutations of the store in a Mooncake cluster: what it trusts, when rows are given back, and when nothing is
 called."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def _client(test: str) -> tuple[str]:
 
 MUTATIONS = (
     Mutation(
-        "a_put_that_says_0_is_believed",
+        "a_put_that_says_0_is_trusted",
         "MooncakeStore._save",
         "OK if code > 0 else self._code(code) if code else REFUSED",
         "OK",

@@ -12,7 +12,7 @@ _CACHE = "tests/house/test_jit_places.py::test_folder_that_others_can_write_or_r
 
 MUTATIONS = (
     Mutation(
-        "a_client_believes_whoever_answers_its_greeting",
+        "a_client_trusts_whoever_answers_its_greeting",
         "begun",
         "session if hmac.compare_digest(proof, session.proof) else None",
         "session",
@@ -28,7 +28,7 @@ MUTATIONS = (
         (f"{IMPOSTORS}::test_an_impostor_between_a_client_and_a_server_changes_nothing_unnoticed",),
     ),
     Mutation(
-        "a_pass_opens_a_door_again_and_again",
+        "a_token_admits_a_client_again_and_again",
         "ServerSecret.admits",
         "not max(self._start, now_ns - _PASS_NS) < made <= now_ns or name in self._seen",
         "not max(self._start, now_ns - _PASS_NS) < made <= now_ns",

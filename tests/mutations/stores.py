@@ -30,7 +30,7 @@ def _seal(test: str) -> tuple[str]:
 MUTATIONS = (
     # -- seals, keys and secrets ---------------------------------------------------------------------------
     Mutation(
-        "bytes_that_do_not_agree_with_their_seal_are_believed",
+        "bytes_that_do_not_agree_with_their_seal_are_trusted",
         "StoreCalls._checked",
         "codes[wrong] = DAMAGED",
         "pass",
