@@ -1,6 +1,6 @@
 // The kernels of engine_llama.py: numbers are scalar_t (float16 or float), sums are float. The compiler is given
-// scalar_t, HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS, ROWS, THREADS and THETA. A layer of the pool is keys, then values, each
-// [blocks, BLOCK_TOKENS, KV_HEADS, HEAD_DIM].
+// scalar_t, HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS, ROWS, THREADS and THETA. A layer of the pool is keys, then values,
+// each [blocks, BLOCK_TOKENS, KV_HEADS, HEAD_DIM].
 #include <cupy/float16.cuh>
 
 constexpr int GROUP = HEADS / KV_HEADS;
@@ -58,7 +58,8 @@ extern "C" __global__ void fill_random(scalar_t* out, const long long n, const u
 }
 
 // A block for each row.
-extern "C" __global__ void rms_norm(scalar_t* out, const scalar_t* x, const scalar_t* weight, const int width) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rms_norm(scalar_t* out, const scalar_t* x, const scalar_t* weight, const int width) {
     const long long first = blockIdx.x * (long long)width;
     float sum = 0;
     for (int i = threadIdx.x; i < width; i += THREADS) sum += float(x[first + i]) * float(x[first + i]);
@@ -71,8 +72,8 @@ extern "C" __global__ void rms_norm(scalar_t* out, const scalar_t* x, const scal
 // x times matrix, for the rows of a decode: x [ROWS, inner], matrix [inner, columns], columns a multiple of 32. Such a
 // product reads the matrix once, whatever multiplies, and a row never depends on the other rows. A block makes 32
 // columns of all rows: each thread adds up four columns of every SLICES-th line, then the threads add up their sums.
-extern "C" __global__ void multiply_rows(scalar_t* out, const scalar_t* x, const scalar_t* matrix, const int inner,
-                                         const int columns) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    multiply_rows(scalar_t* out, const scalar_t* x, const scalar_t* matrix, const int inner, const int columns) {
     constexpr int SLICES = THREADS / 8;
     struct alignas(4 * sizeof(scalar_t)) Four {
         scalar_t of[4];
@@ -155,9 +156,9 @@ extern "C" __global__ void gather(scalar_t* keys, scalar_t* values, const scalar
 
 // Prefill, between the matrix products: each row sees the tokens up to its own position. In place. A block for each
 // row and head.
-extern "C" __global__ void causal_softmax(scalar_t* scores,  // [HEADS, rows, tokens]
-                                          const int* seq_lens, const int* query_start_loc, const long long* slots,
-                                          const int tokens) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    causal_softmax(scalar_t* scores,  // [HEADS, rows, tokens]
+                   const int* seq_lens, const int* query_start_loc, const long long* slots, const int tokens) {
     const Row row(blockIdx.x, gridDim.x, seq_lens, query_start_loc, slots);
     scalar_t* mine = scores + (blockIdx.y * (long long)gridDim.x + blockIdx.x) * tokens;
     float most = LOWEST, sum = 0;
@@ -173,10 +174,11 @@ extern "C" __global__ void causal_softmax(scalar_t* scores,  // [HEADS, rows, to
 // Decode: attention of the last token of each sequence, read from the pool through the block table. A block for each
 // sequence and KV head takes THREADS tokens at a time: first each thread scores one token for all query heads of the
 // group, then each adds up one dimension of the values of every WAYS-th token.
-extern "C" __global__ void paged_decode(scalar_t* out,            // [sequences, HEADS, HEAD_DIM]
-                                        const scalar_t* queries,  // [HEADS, sequences, HEAD_DIM]
-                                        const scalar_t* layer, const int* table, const int columns,
-                                        const int* seq_lens, const long long plane) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    paged_decode(scalar_t* out,            // [sequences, HEADS, HEAD_DIM]
+                 const scalar_t* queries,  // [HEADS, sequences, HEAD_DIM]
+                 const scalar_t* layer, const int* table, const int columns, const int* seq_lens,
+                 const long long plane) {
     constexpr int WAYS = THREADS / HEAD_DIM;
     __shared__ float query[GROUP][HEAD_DIM], weights[GROUP][THREADS];
     __shared__ long long places[THREADS];
