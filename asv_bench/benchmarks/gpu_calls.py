@@ -1,16 +1,22 @@
 """What a call that enqueues on a GPU takes of its caller, on a driver that does nothing (``gpu_null``). Needs no GPU.
 
-``python -m asv_bench.benchmarks.gpu_calls`` prints the table of all cases. Its figures at commit 16aa112c, on two cores
-of an AMD EPYC that seven other processes shared:
+``python -m asv_bench.benchmarks.gpu_calls`` prints the table of all cases. Microseconds on two cores of an AMD EPYC
+that seven other processes shared:
 
-======================== ============ ======= ============ =======
-microseconds              GPU 0: wall     cpu  GPU 1: wall     cpu
-======================== ============ ======= ============ =======
-8 blocks                         85.1   113.7         89.5   121.2
-1024 blocks                     162.4   217.5        170.1   227.1
-4096 blocks                     447.0   529.0        402.0   454.1
-tables of 256 x 64 ids          226.8   259.1        167.6   217.1
-======================== ============ ======= ============ =======
+======================= ======== =========== ======= =========== =======
+case                    commit   GPU 0: wall     cpu GPU 1: wall     cpu
+======================= ======== =========== ======= =========== =======
+8 blocks                16aa112c        85.1   113.7        89.5   121.2
+1024 blocks             16aa112c       162.4   217.5       170.1   227.1
+4096 blocks             16aa112c       447.0   529.0       402.0   454.1
+tables of 256 x 64 ids  16aa112c       226.8   259.1       167.6   217.1
+8 blocks                6f819917        10.3    19.5        10.2    21.6
+1024 blocks             6f819917        25.1    36.3        25.5    38.4
+4096 blocks             6f819917        70.2    88.0        70.9    92.1
+tables of 256 x 64 ids  6f819917       154.1   193.3       173.3   219.8
+======================= ======== =========== ======= =========== =======
+
+A kernel of Numba's costs nothing here, so the tables do not show what its launch takes.
 """
 
 from __future__ import annotations

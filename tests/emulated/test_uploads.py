@@ -15,7 +15,7 @@ from kvpool.common.errors import DeviceError
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice, native
 from kvpool.device.cuda.launcher import QUERIED_ABOVE
-from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools
+from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver
 
@@ -185,6 +185,7 @@ def test_a_buffer_whose_event_cannot_be_recorded_is_not_used_again(driver: Drive
 # Sources
 
 
+@pytest.mark.usefixtures("way")
 def test_a_table_kernel_is_loaded_on_each_gpu_before_its_first_launch(driver: Driver) -> None:
     """Both GPUs are of one kind. A load at the first launch could wait for all that runs there."""
     from kvpool.device.cuda import table_kernels
@@ -200,6 +201,12 @@ def test_a_table_kernel_is_loaded_on_each_gpu_before_its_first_launch(driver: Dr
             with driver.counting("load", "launches") as grown:
                 cache.copy_batch_block_offsets(table, sequence)
             assert (loaded, grown) == ({"load": 1}, {"load": 0, "launches": 1})
+            device.synchronize()
+            assert seen(table).tolist() == cache.block_table(sequence).dense(4).tolist()
+            for status in (lab.INVALID, lab.OUT_OF_MEMORY):
+                with driver.failing("launch", status), pytest.raises(DeviceError, match="stage_rows: ") as refused:
+                    cache.copy_batch_block_offsets(table, sequence)
+                assert not refused.value.sticky
             cache.release(sequence)
         device.close()
 

@@ -185,3 +185,24 @@ def test_the_functions_of_a_launch_are_kept_on_disk() -> None:
         if stem is None:
             pytest.skip("jitted functions run in the interpreter")
         assert " at 0x" not in stem()
+
+
+@pytest.mark.parametrize("current", [CONTEXT, 0])
+def test_numbers_are_passed_one_by_one(current: int) -> None:
+    seen: list[list[int]] = []
+
+    class Reading(Functions):
+        def cuLaunchKernel(self, *arguments: int) -> None:
+            function, *grid, shared, stream, parameters, extra = arguments
+            assert [number & 0xFFFFFFFF for number in (*grid, shared)] == [7, 3, 1, 64, 1, 1, 0]
+            assert (function, stream, extra, self.contexts[-1]) == (COPY, STREAM, 0, CONTEXT)
+            places = (ctypes.c_int64 * 4).from_address(parameters)
+            seen.append([ctypes.c_int64.from_address(place).value for place in places])
+
+    values = [1, -1, 1 << 62, 0]
+    numbers, grid = np.array([*values, *values]), np.array([7, 3, 64])
+    for place, status in ((99, 0), (1 + (current != CONTEXT), 700)):
+        functions = Reading(current, {place: status})
+        result = native.launch_numbers(functions.found(), COPY, grid, numbers, STREAM)
+        assert native.failure(result) == ("cuLaunchKernel", status) and functions.contexts == [current]
+    assert seen == [values]

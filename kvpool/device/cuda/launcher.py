@@ -242,19 +242,12 @@ class CudaLauncher:
         kernel, handle = self._kernels[launch.source, launch.kernel]
         if self._driver is not None:
             where = launch.thread_blocks, launch.threads, launch.record.ctypes.data, stream
-            self._check(native.launch(self._driver, handle, *where))
+            native.check(self._calls, native.launch(self._driver, handle, *where))
             return
         with self._calls(launch.kernel):
             # CuPy passes a NumPy array of one element by value. It takes longer for one with fields.
             record = launch.record.view(_void(launch.record.itemsize))
             kernel((launch.thread_blocks,), (launch.threads,), (record,), stream=self._on(stream))
-
-    def _check(self, result: int) -> None:
-        """Raise what a result of ``native`` means: DeviceError, MemoryError."""
-        if result:
-            function, status = native.failure(result)
-            with self._calls(function) as runtime:
-                runtime.check_status(status)
 
     def copy_blocks(self, cutter: Cutter, copy_ops: Int64s, bulk: bool, host: bool, stream: int) -> bool:
         """Copy blocks whose bytes are whole words by a kernel: by copy units if ``bulk``. ``host``: they cross the
@@ -298,7 +291,7 @@ class CudaLauncher:
                 to = np.array([*place, *whole, *crooked, 0], np.int64)
                 result = call(self._driver, to, *inputs)
                 recorded = bool(to[native.RECORDED])
-                self._check(result)
+                native.check(self._calls, result)
         finally:
             self.uploads.retire(buffer, stream, recorded)
         return True

@@ -24,8 +24,8 @@ from numba.core.typing import Context, Signature
 
 from kvpool.common.arrays import Int64s
 from kvpool.common.jit import intrinsic, jit
-from kvpool.common.jit.intrinsics import array_at
-from kvpool.device.cuda.runtime import Driver
+from kvpool.common.jit.intrinsics import address_of, array_at
+from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.fragments import UNIT, tabulate_blocks, tabulate_fragments
 from kvpool.device.launches import COUNT_MAX, PIECE_WORDS, ROW_BYTES, WARP
 
@@ -120,6 +120,23 @@ def _launch(driver: Int64s, function: int, blocks: int, threads: int, record: in
 
 
 @jit
+def launch_numbers(driver: Int64s, function: int, grid: Int64s, numbers: Int64s, stream: int) -> int:
+    """Launch a kernel whose arguments are all of 64 bits: the first half of ``numbers``. The other half is for their
+    addresses. ``grid`` has the thread blocks in two dimensions, and the threads of one."""
+    count, values = numbers.shape[0] // 2, address_of(numbers)
+    for i in range(count):
+        numbers[count + i] = values + 8 * i
+    one, none = np.int64(1), np.int64(0)
+    failed, pushed = _enter(driver)
+    if not failed:
+        blocks = grid[0], grid[1], one
+        arguments = (function, *blocks, grid[2], one, one, none, stream, values + 8 * count, none)
+        failed = _failed(call_c(driver[LAUNCH], arguments), LAUNCH)
+    _leave(driver, pushed)
+    return failed
+
+
+@jit
 def launch(driver: Int64s, function: int, blocks: int, threads: int, record: int, stream: int) -> int:
     """``_launch``, in the context of the GPU."""
     failed, pushed = _enter(driver)
@@ -176,6 +193,14 @@ def find_functions(driver: Driver, context: int | None) -> Int64s | None:
     """What the functions of this module take as ``driver``. None if the driver lacks one."""
     addresses = driver.addresses(FUNCTIONS)
     return None if addresses is None or context is None else np.array([*addresses, context], np.int64)
+
+
+def check(calls: RuntimeCalls, result: int) -> None:
+    """Raise what a result means: DeviceError, MemoryError."""
+    if result:
+        function, status = failure(result)
+        with calls(function) as runtime:
+            runtime.check_status(status)
 
 
 def failure(result: int) -> tuple[str, int]:
