@@ -68,6 +68,10 @@ class Worker:
     def store(self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int]) -> None:
         self.transfers.store(job, self.transfers.parts(blocks, counts, firsts, hosts))
 
+    def store_one(self, job: int, block: int, host: int, first: int = 0) -> None:
+        """A block of the first group."""
+        self.store(job, [block], (1, 0), (first, 0), [host])
+
     def load(
         self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int], partial: Any = None
     ) -> None:
@@ -137,7 +141,7 @@ def test_a_load_may_begin_and_end_within_a_chunk(open_worker: Open, kind: str) -
 
 def test_a_host_block_that_no_store_has_filled_is_not_loaded(open_worker: Open) -> None:
     worker = open_worker()
-    worker.store(1, [0], (1, 0), (0, 0), [4])
+    worker.store_one(1, 0, 4)
     worker.ended(1)
     before = worker.read(0, [1, 2])
     worker.load(2, [1, 2], (2, 0), (0, 0), [4, 5])
@@ -160,7 +164,7 @@ def test_a_chunk_that_is_stored_again_has_nothing_of_what_was_there(open_worker:
     worker = open_worker(per=2)
     worker.store(1, [0, 1], (2, 0), (0, 0), [4])
     worker.ended(1)
-    worker.store(2, [3], (1, 0), (1, 0), [4])
+    worker.store_one(2, 3, 4, 1)
     worker.ended(2)
     worker.load(3, [5, 6], (2, 0), (0, 0), [4])
     assert worker.ended(3)[3].error is not None
@@ -190,7 +194,7 @@ def test_a_load_of_what_a_failed_store_should_have_brought_fails(open_worker: Op
         assert worker.ended(job)[job].error == error
     worker.load(3, [1], (1, 0), (0, 0), [4])
     assert "store failed" in str(worker.ended(3)[3].error)
-    worker.store(4, [0], (1, 0), (0, 0), [4])
+    worker.store_one(4, 0, 4)
     worker.ended(4)
     worker.load(5, [1], (1, 0), (0, 0), [4])
     assert worker.ended(5)[5].error is None
@@ -211,7 +215,7 @@ def test_a_job_is_not_over_before_its_copies_are(open_worker: Open, kind: str) -
     worker = open_worker(kind)
     wanted = worker.write(0, [0])
     gate = worker.device.stall(None)
-    worker.store(1, [0], (1, 0), (0, 0), [4])
+    worker.store_one(1, 0, 4)
     worker.transfers.wait({7})
     assert worker.transfers.finished() == []
     gate.open()
@@ -315,7 +319,7 @@ def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker
     worker = open_worker(per=2)
     worker.transfers = Transfers(Failing(worker.copies, before == "a failed store"), HOST_BLOCKS, 2)  # type: ignore[arg-type]
     if before != "nothing":
-        worker.store(1, [3], (1, 0), (0, 0), [5])
+        worker.store_one(1, 3, 5)
         assert (worker.ended(1)[1].error is None) == (before == "a chunk in part")
     worker.tier.blocks[5] = 7
     worker.load(2, [4, 6], (2, 0), (0, 0), [5], partial=())
@@ -325,7 +329,7 @@ def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker
 
 def test_only_the_filled_part_of_a_chunk_is_loaded(open_worker: Open) -> None:
     worker = open_worker(per=2)
-    worker.store(1, [3], (1, 0), (1, 0), [5])
+    worker.store_one(1, 3, 5, 1)
     worker.ended(1)
     before = worker.read(0, [4, 6, 8, 9])
     worker.load(2, [4, 6, 8, 9], (4, 0), (0, 0), [5, 2], partial=[5])

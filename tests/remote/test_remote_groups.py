@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,17 @@ def stored(engine: GroupsEngine, tokens: Sequence[int] = TOKENS) -> None:
     engine.cache.offload(engine.prompt(tokens))
 
 
+@contextmanager
+def pair(
+    open_: Open, kinds: Sequence[dict[str, Any]]
+) -> Iterator[tuple[GroupsEngine, GroupsEngine, BlockServer, BlockClient]]:
+    """A worker that serves a prompt in all groups, another one, and a server and a client of them."""
+    there, here = worker(open_, kinds), worker(open_, kinds)
+    stored(there)
+    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+        yield there, here, server, client
+
+
 def hosted(engine: GroupsEngine) -> int:
     host = engine.cache.stats().host
     return host.capacity - host.empty
@@ -81,32 +93,23 @@ def test_the_next_request_reuses_what_every_group_has_there(
 
 
 def test_a_group_gets_what_the_prefix_needs_of_it_and_no_more(open_: Open) -> None:
-    kinds = KINDS["all kinds"]
-    there, here = worker(open_, kinds), worker(open_, kinds)
-    stored(there)
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(open_, KINDS["all kinds"]) as (there, here, server, client):
         assert client.fetch(TOKENS) == 3 + 8 + 1
     cached = here.cache.cached_blocks(here.prompt(TOKENS), tier="host")
     assert [np.flatnonzero(of_group).tolist() for of_group in cached] == [[], [0, 6, 7], [*range(8)], [7]]
 
 
 def test_what_is_here_already_is_not_fetched_again(open_: Open) -> None:
-    kinds = KINDS["two"]
-    there, here = worker(open_, kinds), worker(open_, kinds)
-    stored(there)
-    stored(here, TOKENS[:17])
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(open_, KINDS["two"]) as (there, here, server, client):
+        stored(here, TOKENS[:17])
         assert client.fetch(TOKENS) == 4 + 2
     assert here.add(TOKENS).cached == 32
 
 
 def test_the_prefix_ends_where_one_group_lacks_something_on_both_sides(open_: Open) -> None:
-    kinds = [FULL, STATES]
-    there, here = worker(open_, kinds), worker(open_, kinds)
-    stored(there)
-    there.cache.forget(there.prompt(TOKENS).keys[7:])
-    assert there.reusable(TOKENS) == 24  # the last snapshot before
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(open_, [FULL, STATES]) as (there, here, server, client):
+        there.cache.forget(there.prompt(TOKENS).keys[7:])
+        assert there.reusable(TOKENS) == 24  # the last snapshot before
         assert client.fetch(TOKENS) == 6 + 1
         there.cache.forget(there.prompt(TOKENS))
         assert client.fetch(list(range(500, 530))) == 0
@@ -114,10 +117,8 @@ def test_the_prefix_ends_where_one_group_lacks_something_on_both_sides(open_: Op
 
 
 def test_nothing_is_asked_for_that_would_gain_nothing(open_: Open) -> None:
-    there, here = worker(open_, [FULL, STATES]), worker(open_, [FULL, STATES])
-    stored(there)
-    there.cache.forget(there.prompt(TOKENS).keys[[1, 3, 5, 7]])  # all states, and blocks of the other group
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(open_, [FULL, STATES]) as (there, here, server, client):
+        there.cache.forget(there.prompt(TOKENS).keys[[1, 3, 5, 7]])  # all states, and blocks of the other group
         assert client.fetch(TOKENS) == 0 and client.fetch(here.cache.block_keys(TOKENS, reuse=False)) == 0
         until(lambda: server.stats().questions == 1, "count of questions")
         assert server.stats().requests == 0
@@ -223,9 +224,7 @@ def test_a_question_is_answered_for_each_group(open_: Open) -> None:
 def test_prompts_of_more_keys_than_a_question_has_room_for_are_asked_for_in_several(
     open_: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, here = worker(open_, [FULL, WINDOWED]), worker(open_, [FULL, WINDOWED])
-    stored(there)
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(open_, [FULL, WINDOWED]) as (there, here, server, client):
         monkeypatch.setattr("kvpool.remote.block_client.BLOCKS_MAX", 3)
         assert client.fetch(TOKENS) == 8 + 3
         until(lambda: server.stats().questions == 3, "count of questions")
