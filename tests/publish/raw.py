@@ -71,12 +71,14 @@ def is_ended(peer: socket.socket) -> bool:
     return True
 
 
-def goes_on(peer: socket.socket, content: bytes, times: int) -> bool:
-    """Whether all of this can be sent."""
-    peer.settimeout(600)
+def goes_on(peer: socket.socket, content: bytes, times: int, seconds: float = 600) -> bool:
+    """Whether all of this can be sent, each part within this time."""
+    peer.settimeout(seconds)
     try:
         for _ in range(times):
             peer.sendall(content)
     except OSError:
         return False
+    finally:
+        peer.settimeout(600)
     return True
