@@ -15,7 +15,7 @@ from kvpool import ForkedProcess
 
 
 def in_child(call: Callable[[], object]) -> None:
-    """Run a function in a forked child, which must end by itself within 120 s."""
+    """Run a function in a forked child, which must end by itself within 60 s."""
     with warnings.catch_warnings():
         # What is tested is what Python 3.12 warns of.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -27,7 +27,7 @@ def in_child(call: Callable[[], object]) -> None:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

@@ -53,7 +53,7 @@ MUTATIONS = (
         "    for part, name, _ in locks:\n"
         "        setattr(part, name, lost)",
         "A child that uses the pool hangs for ever.",
-        (f"{_CHILDREN}test_a_pool_in_whose_call_another_thread_was_refuses_a_child",),
+        (f"{_CHILDREN}test_a_pool_in_whose_call_another_thread_was_refuses_a_child[state]",),
     ),
     Mutation(
         "addresses_of_shared_memory_are_free_in_a_child",
