@@ -185,7 +185,7 @@ class LockHold(_Change):
     """A context manager: changes of one thread under one hold of the lock, whatever exception comes where.
 
     ``lock`` is the lock of the state, and ``changes`` its changes. ``now_ms`` is the time inside, where no clock is
-    read. A subclass says what is done by ``check``, ``prepare``, ``finish_up`` and ``leave``.
+    read. A subclass says what is done by ``check``, ``ask``, ``prepare``, ``finish_up`` and ``leave``.
 
     Notes
     -----
@@ -200,18 +200,21 @@ class LockHold(_Change):
 
     __slots__ = ("_changes", "_generator", "_lock", "_ref", "_thread", "now_ms")
 
-    def __init__(self, lock: AbstractContextManager[Any], changes: Changes, now_ms: int) -> None:
+    def __init__(self, lock: AbstractContextManager[Any], changes: Changes) -> None:
         super().__init__((), None)
         self.results.append(None)
-        self._lock, self._changes, self._thread, self.now_ms = lock, changes, 0, now_ms
+        self._lock, self._changes, self._thread, self.now_ms = lock, changes, 0, 0
         self._generator: Generator[None, None, None] | None = None
         self._ref: Callable[[], Any] = _no_generator
 
     __enter__ = _Special(lambda self: self._made().__next__)
     __exit__ = _Special(lambda self: self._made_end())
 
-    def check(self) -> None:
+    def check(self, call: str = "") -> None:
         """Raise RuntimeError in a call that is not allowed inside. Called in each that enters ``changes``."""
+
+    def ask(self) -> None:
+        """Called before the lock is taken. What it raises is raised."""
 
     def prepare(self) -> None:
         """Called with the lock held, before the block. What it raises is raised."""
@@ -239,6 +242,7 @@ class LockHold(_Change):
             self._ref = weakref.ref(self._generator)
         if self._thread:
             raise RuntimeError("exclusive: expected a new context manager for each block, got one that was entered")
+        self.ask()
         return self._ref()
 
     def _held(self) -> Generator[None, None, None]:

@@ -204,7 +204,7 @@ class Core:
         what the call waits for."""
         if self._owned() or self.transfer.enqueuing:
             if self.changes.hold is not None:
-                self.changes.hold.check()
+                self.changes.hold.check(call)
             raise RuntimeError(f"{call} inside another call of this pool: destructors may close leases and release")
 
     @property

@@ -29,12 +29,12 @@ class Exclusive(LockHold):
     __slots__ = ("_core", "_settle")
 
     def __init__(self, core: Core, settle: Callable[[LockHold], list[Exception]]) -> None:
-        super().__init__(core.lock, core.changes, core.now())
+        super().__init__(core.lock, core.changes)
         self._core, self._settle = core, settle
 
-    def check(self) -> None:
+    def check(self, call: str = "") -> None:
         """Raise RuntimeError in any other call than those that are allowed, by its name. A call is what code outside
-        the package has called: the caller of the block, or a destructor inside it."""
+        the package has called: the caller of the block, or a destructor inside it. ``call``: its name, if known."""
         if not self.is_live:
             return
         frame: FrameType | None = sys._getframe(1)
@@ -43,7 +43,11 @@ class Exclusive(LockHold):
             if frame.f_code in _allowed:
                 return
             name, frame = frame.f_code.co_name, frame.f_back
-        raise RuntimeError(f"exclusive: expected {NAMES}, got {name}")
+        raise RuntimeError(f"exclusive: expected {NAMES}, got {call or name}")
+
+    def ask(self) -> None:
+        self._core.refuse_inside("exclusive")
+        self.now_ms = self._core.now()
 
     def prepare(self) -> None:
         self._core.check_open()

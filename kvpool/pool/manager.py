@@ -549,7 +549,6 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
         pool. The clock is read once, before it. Changes the pool; thread-safe. Entering it raises PoolClosed, and
         RuntimeError inside another call or another block of this pool.
         """
-        self.core.refuse_inside("exclusive")
         return Exclusive(self.core, self._leases.settle)
 
     def calibrate(self) -> Any:

@@ -123,7 +123,7 @@ class Block(LockHold):
     __slots__ = ("_box",)
 
     def __init__(self, box: Box) -> None:
-        super().__init__(box.lock, box.changes, 0)
+        super().__init__(box.lock, box.changes)
         self._box = box
 
     def prepare(self) -> None:
