@@ -61,8 +61,11 @@ class DistantStore(KeptStore):
 
 
 def local_blocks(blocks: int = 4, **options: Any) -> LocalBlocks:
+    """Blocks whose lock this thread holds, as a plug-in does in each of its calls."""
     read = MLX.read({"host_memory": blocks * BLOCK, **options})
-    return LocalBlocks(BLOCK, IDENTITY, blocks * BLOCK, read, threading.RLock())
+    lock = threading.RLock()
+    lock.acquire()
+    return LocalBlocks(BLOCK, IDENTITY, blocks * BLOCK, read, lock)
 
 
 @pytest.fixture
