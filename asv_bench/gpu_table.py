@@ -33,7 +33,9 @@ def number(name: str, digits: int = 1) -> Cell:
 
 
 def block_cell(figures: dict[str, float]) -> str:
-    return f"{speed()(figures)} ({share('times_large_copy')(figures)}), {number('call', 0)(figures)}"
+    cell = f"{speed()(figures)} ({share('times_large_copy')(figures)}), {number('call', 0)(figures)}"
+    gpu = "gpu_time_per_byte"  # earlier results have no such figure
+    return f"{cell}, {speed(gpu)(figures)}" if gpu in figures else cell
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Table:
 
 TABLES = {
     "BlockCopies": Table(
-        "Blocks: GB/s, percent of one large copy in the same direction, and the call's µs of CPU",
+        "Blocks: GB/s, percent of one large copy in the same direction, the call's µs of CPU, and the GPU's own GB/s",
         ("path", "fragments"),
         {},
         split=2,
@@ -69,7 +71,12 @@ TABLES = {
     "KvCopies": Table(
         "Tokens between the device tier and staging",
         ("direction", "staging", "order"),
-        {"GB/s": speed(), "of a plain copy": share("times_plain_copy"), "call µs": number("call")},
+        {
+            "GB/s": speed(),
+            "of a plain copy": share("times_plain_copy"),
+            "call µs": number("call"),
+            "the GPU's own GB/s": speed("gpu_time_per_byte"),
+        },
     ),
     "StagedTables": Table(
         "Block tables into a target on the device",

@@ -45,7 +45,7 @@ def _load(opened: ExitStack, gpu: int, blocks: int) -> Callable[[], object]:
     """Scattered blocks of one contiguous piece each, from the host, by the kernel, on a stream of the pool's."""
     device = CudaDevice(gpu, calibration="kernel")
     opened.callback(device.close)
-    MemoryPools(device, LAYOUT, 8192, 8192)
+    opened.callback(MemoryPools(device, LAYOUT, 8192, 8192).close)
     random, stream = np.random.default_rng(0), device.create_stream("loads")
     copy_ops: Int64s = np.zeros((blocks, 4), np.int64)
     copy_ops[:, 0] = 8192 + random.permutation(8192)[:blocks]

@@ -84,7 +84,8 @@ class StorageManager:
     def setup(self, call: str) -> None:
         self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY)
         self.tier = HostTier.of(self.cache)
-        self.storage = HostStorageManager(self.cache, self.tier, [MemoryStore(1 << 30)], retry_seconds=1e6)
+        self.store = MemoryStore(1 << 30)
+        self.storage = HostStorageManager(self.cache, self.tier, [self.store], retry_seconds=1e6)
 
     def teardown(self, call: str) -> None:
         self.storage.close()
@@ -137,7 +138,7 @@ class Saturated(StorageManager):
     params = ["saved"]
 
     def track_call(self, call: str) -> float:
-        store, gate = self.storage._workers[0]._store, threading.Event()
+        store, gate = self.store, threading.Event()
         save, spent = store.save, []
         store.save = lambda *arguments: gate.wait() and save(*arguments)  # type: ignore[assignment, method-assign]
         for _ in range(20):

@@ -50,7 +50,8 @@ def test_a_result_becomes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == (
         "# Copies on a GPU\n\n"
         "NVIDIA Test, CUDA 13.0, commit aaaaaaaa. See README.md for what each figure counts.\n\n"
-        "## Blocks: GB/s, percent of one large copy in the same direction, and the call's µs of CPU\n\n"
+        "## Blocks: GB/s, percent of one large copy in the same direction, the call's µs of CPU, "
+        "and the GPU's own GB/s\n\n"
         "### offload, apart\n\n"
         "| path | fragments | 4 KiB | 8 KiB |\n"
         "| --- | --- | --- | --- |\n"
