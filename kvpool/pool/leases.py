@@ -56,6 +56,8 @@ class Lease(Closing):
     stream: Stream | None
     hold: LockHold | None
     """What keeps its copies back, or may have: only a lease of ``exclusive`` has one."""
+    pins: Ids
+    """The blocks that are still to be unpinned."""
     access: ExitStack = field(default_factory=ExitStack, init=False)
     """The host access that the device was told about."""
 
@@ -198,7 +200,7 @@ class Leases:
         generation, at = int(states.groups[0, records.H.generation]), self._pools.addresses(blocks)
         number = self._count + 1
         hold, ids = self.core.changes.hold, read_only(blocks)
-        return Lease(self, number, owner, generation, now_ms, ids, block_groups, named, at, stream, hold)
+        return Lease(self, number, owner, generation, now_ms, ids, block_groups, named, at, stream, hold, blocks.copy())
 
     def settle(self, hold: LockHold) -> list[Exception]:
         """Close the open leases that were taken under a hold, and whose copies the device has refused. All copies are
@@ -243,10 +245,10 @@ class Leases:
             return int(lost[0])
 
     def _unpin(self, lease: Lease, now_ms: int, finish: Callable[[Any], object] | None = None) -> None:
-        """End an open lease. The caller holds the state lock."""
+        """End an open lease. The caller holds the state lock. A destructor may have ended it by now."""
         self.core.changes.run(
             partial(self._open.pop, lease.id, None),
-            partial(control.unpin, self.core.states.groups, lease.blocks.copy(), now_ms),
+            partial(control.end_pins, self.core.states.groups, lease.pins, now_ms),
             finish=finish,
         )
 

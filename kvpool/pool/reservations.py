@@ -437,7 +437,7 @@ class Imports:
             elif len(self.pinned):
                 core.changes.run(
                     partial(setattr, self, "pinned", NO_IDS),
-                    partial(control.unpin, core.states.groups, self.pinned, now_ms),
+                    partial(control.end_pins, core.states.groups, self.pinned, now_ms),
                 )
 
     def close(self) -> None:

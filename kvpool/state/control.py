@@ -307,6 +307,14 @@ def unpin(groups, ids, now_ms):
             on_release(group_at(groups, g), b, BACK)
 
 
+@jit(nogil=False)
+def end_pins(groups, ids, now_ms):
+    """``unpin``, and fill ``ids`` with NONE, so that a second call does nothing."""
+    if ids.shape[0] and ids[0] != NONE:
+        unpin(groups, ids, now_ms)
+        ids[:] = NONE
+
+
 # -- content that comes from elsewhere -----------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from groups_lab import GroupEngine, T, pins
 from groups_lab import make as make
 from kvpool import BlockNotFound, KVPoolError, Lease, LeaseExpired, PoolClosed
 from kvpool.device.cpu import CpuDevice
+from kvpool.pool.leases import Leases
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab
 
@@ -161,6 +162,28 @@ def test_what_is_pinned_in_one_group_is_not_evicted_there(make: Make) -> None:
     engine.release(sequence)
     engine.compare(1, (held[:, None] * T + np.arange(T)).reshape(-1), A[:8])
     lease.close()
+
+
+def test_a_lease_that_a_destructor_closes_while_it_is_closed_is_unpinned_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make([10, 10], [8, 8])
+    engine.seed(A[:16])
+    lease, other = (engine.cache.pin(keys_of(engine, A[:16])) for _ in range(2))
+    held, is_open = pins(engine.cache), Leases.is_open
+
+    def then_closed(leases: Leases, which: Lease) -> bool:
+        answer = is_open(leases, which)
+        monkeypatch.setattr(Leases, "is_open", is_open)
+        which.close()
+        return answer
+
+    monkeypatch.setattr(Leases, "is_open", then_closed)
+    lease.close()
+    engine.cache.verify()
+    assert engine.cache.leases == [other] and pins(engine.cache) == held // 2
+    other.close()
+    assert pins(engine.cache) == 0
 
 
 class Closes:

@@ -103,6 +103,16 @@ MUTATIONS = (
         ("tests/state/test_safety.py::test_what_a_lease_shows_is_not_what_it_unpins",),
     ),
     Mutation(
+        "a_lease_is_unpinned_twice",
+        "end_pins",
+        "ids.shape[0] and ids[0] != NONE",
+        "ids.shape[0]",
+        "A destructor closes a lease that is being closed, and the pool takes a pin of the block before the first.",
+        (
+            "tests/holders/test_groups_pins.py::test_a_lease_that_a_destructor_closes_while_it_is_closed_is_unpinned_once",
+        ),
+    ),
+    Mutation(
         "a_reader_is_not_told_of_a_revoke",
         "Lease.__exit__",
         "kind is None",
