@@ -384,17 +384,6 @@ CASES = [
         {"keys": np.uint8},
         ARRAY,
     ),
-    Case(
-        "StoreWorker.give_back",
-        Stored,
-        lambda scene, arguments: (
-            scene.queue.give_back(arguments["rows"]),
-            sorted(scene.queue.take("load", 99).tolist()),
-        ),
-        {"rows": ([6, 7], [6, 5])},
-        {},
-        ARRAY,
-    ),
     *(
         Case(f"StorageManager.{name}", Saved, _opaque("manager", name), {"prompt": PROMPT}, TOKENS)
         for name in KEEPER_VERBS
