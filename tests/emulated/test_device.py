@@ -119,7 +119,7 @@ def test_a_launch_that_fails_for_resources_is_an_error_that_goes_away(driver: Dr
         sequence = cache.add_sequence([1, 2, 3])
         with (
             driver.attribute(MAX_REGISTERS_PER_BLOCK, 63 * 32),
-            pytest.raises(DeviceError, match="stage_rows: .*LAUNCH_OUT_OF_RESOURCES"),
+            pytest.raises(DeviceError, match="stage_rows: .*LaunchOutOfResources"),
         ):
             cache.copy_batch_block_offsets(table, sequence)
         cache.copy_batch_block_offsets(table, sequence)
