@@ -152,7 +152,7 @@ VERBS: dict[str, Callable[[Scene], Act]] = {
     "stats": lambda scene: lambda: scene.cache.stats(),
 }
 SEVERAL = {"read", "reserve"}
-"""Those that decide more than once: ``reserve`` also if it names a key twice."""
+"""Those that decide more than once: ``reserve`` even if it names a key twice."""
 
 
 @instructions

@@ -176,7 +176,7 @@ def wrong_bytes(index: int, path: str) -> str:
 
 def _wrong_bytes(index: int, path: str) -> str:
     device = CudaDevice(index, calibration=PLAIN)
-    device.kernels, device._candidates = {path}, set()
+    device.kernels, device.candidates = {path}, set()
     try:
         streams = [device.create_stream(name) for name in ("first", "second")]
         return next(filter(None, (difference(device, stream, path) for stream in streams)), "")
@@ -238,7 +238,7 @@ class CudaDevice(Device):
         choice = calibration or os.environ.get(COPY_PATH)
         named = self.settings.copy_kernels
         self.kernels = {path for path in KERNELS if path == choice or path in (named or ())}
-        self._candidates = set(KERNELS) if named is None and _version(self.capability) >= _TESTED_FROM else set()
+        self.candidates = set(KERNELS) if named is None and _version(self.capability) >= _TESTED_FROM else set()
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
         self._launcher = CudaLauncher(
@@ -399,7 +399,7 @@ class CudaDevice(Device):
 
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""
-        usable = self.kernels | self._candidates if self._launcher.same_addresses else set()
+        usable = self.kernels | self.candidates if self._launcher.same_addresses else set()
         if _version(self.capability)[0] < BULK_CAPABILITY:
             usable = usable - {BULK}
         # Bytes that are not whole words always take the other kernel.
@@ -471,7 +471,7 @@ class CudaDevice(Device):
         """
         self._check_open()
         device = CudaDevice(self.index)
-        device.kernels, device._candidates = self.kernels, self._candidates
+        device.kernels, device.candidates = self.kernels, self.candidates
         try:
             paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *device._load_kernels()]
             measurements = measure(device, paths, share=self._share)

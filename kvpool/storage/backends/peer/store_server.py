@@ -118,7 +118,7 @@ class StoreServer(Closing):
 
     Notes
     -----
-    The server keeps keys, MACs and bytes as they come. It checks the form of messages, and believes nothing else, for
+    The server keeps keys, MACs and bytes as they come. It checks the form of messages, and trusts nothing else, for
     it need not: clients check what they load. Blocks of several models and of several groups of layers may be on one
     server, if they have one size.
 
