@@ -147,12 +147,14 @@ def test_a_subscriber_that_never_reads_is_disconnected_when_too_much_waits(
             publish_much(engine, publisher, 1, start=i)
             router.follow()
             most = max(most, publisher.stats().queued_bytes)
-            if publisher.stats().disconnected:
+            # The one that reads may be behind on a slow machine, and be disconnected first: its queue is short.
+            if publisher.stats().disconnected and publisher.stats().queued_bytes < 2 * MESSAGE:
                 break
-        assert publisher.stats().disconnected == 1
+        else:
+            pytest.fail("what waits for the subscriber that never reads was kept")
         assert most <= (4 << 20) + 2 * MESSAGE
-        until(lambda: publisher.stats().queued_bytes < 2 * MESSAGE, "end of its queue")
         stuck.close(linger=0)
+    router.follow()
     # On a slow machine the reader has gaps too, which replays fill.
     assert router.known == cached(engine.cache), "who reads misses nothing but what came before it had joined"
 
