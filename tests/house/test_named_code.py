@@ -1,5 +1,5 @@
-"""What DESIGN.md and the pages "Five races" and "What it is made of" name exists: files, functions, tests, mutations. A
-rule that is taken out prints what the page shows."""
+"""What the pages "Where things are", "Five races" and "What it is made of" name exists: files, functions, tests,
+mutations. A rule that is taken out prints what the page shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.mutations.bench import bench
 
 ROOT = Path(__file__).parents[2]
 RACES, MADE_OF = (ROOT / "docs" / f"{name}.md" for name in ("races", "made-of"))
-DESIGN = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
+ROOMS = (ROOT / "docs" / "design" / "rooms.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(
     r"```sh\npython -m tests\.mutations (\w+) --verbose\n```\n(.*?)(?=```sh|\n## |\Z)", RACES.read_text(), re.S
 )
@@ -66,7 +66,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 def test_the_table_of_questions_names_files_and_what_is_in_them() -> None:
     """A row that has no question goes on with the answer of the one before."""
-    table = DESIGN.split("Where to look:")[1].split("\nA folder of ")[0]
+    table = ROOMS.split("\n## In which file")[1].split("\n## Rooms")[0]
     answers = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| ")][1:]
     rows: list[str] = []
     for question, answer in answers:
@@ -90,7 +90,7 @@ def test_the_table_of_questions_names_files_and_what_is_in_them() -> None:
 
 
 def test_the_table_of_the_state_names_its_modules() -> None:
-    table = DESIGN.split("The modules of `kvpool/state/`:")[1].split("\nImports run")[0]
+    table = ROOMS.split("\n## Modules of the state")[1]
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
     named = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
     state = ROOT / "kvpool" / "state"
