@@ -214,7 +214,7 @@ class Stored:
         self.store = MemoryStore(64 * 64)
         self.memory = np.arange(8 * 64, dtype=np.uint32).astype(np.uint8).reshape(8, 64)
         self.memory[:] += np.arange(8, dtype=np.uint8)[:, None]
-        self.store.secret = bytes(32)
+        self.store._secret = bytes(32)
         self.queue = StoreWorker(self.store, self.memory, WALKED)
         assert self.queue.save(self.keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(600, returned=True)
 
@@ -237,7 +237,7 @@ class Kept:
         self.cache = HostCache(8, 64, **_clocked())
         tier = HostTier(8, 64, identity=WALKED, memory=np.zeros(8 * 64, np.uint8))
         self.store = MemoryStore(64 * 64)
-        self.store.secret = bytes(32)
+        self.store._secret = bytes(32)
         self.manager = HostStorageManager(self.cache, tier, [self.store])
         self.manager.publish(self.cache.reserve(named("stored")).keys)
         assert self.manager.drain(600)

@@ -95,7 +95,7 @@ class LocalBlocks:
 
         stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
         self._names = [store.name for store in stores]
-        if not all(getattr(store, "indexed", False) for store in stores):
+        if not all(store.indexed for store in stores):
             self.at_a_time = _AFAR
         return HostStorageManager(self._cache, self._tier, stores, **options.keeping)
 

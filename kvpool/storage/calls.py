@@ -39,7 +39,8 @@ class StoreCalls:
 
     def __init__(self, store: Store, secret: Secret, memory: Bytes, forget: Callable[[Keys], object]) -> None:
         self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
-        self._lock, self._epoch = threading.Lock(), None if hasattr(store, "epoch") else b""
+        self._lock = threading.Lock()
+        self._epoch: bytes | None = None
 
     def find(self, keys: Keys) -> Bytes:
         """What the store answers to a find. Raises what it raises, and ValueError for what it must not answer."""
@@ -70,7 +71,7 @@ class StoreCalls:
     def _clear(self, request: StoreRequest) -> None:
         """The epoch comes first: whatever happens then, the blocks of the one before are not asked for any more."""
         epoch = self._asked(new=True) if request.renews else b""
-        if getattr(self._store, "clears_prefix", 0) >= len(request.tag):
+        if self._store.clears_prefix >= len(request.tag):
             request.dropped += int(self._store.clear(request.tag))
         if request.renews:
             with self._lock:
@@ -78,8 +79,7 @@ class StoreCalls:
 
     def _asked(self, new: bool = False) -> bytes:
         """The epoch that the store remembers; b"" if it remembers none."""
-        ask = getattr(self._store, "epoch", None)
-        epoch = ask(self._secret.model, new) if ask else None
+        epoch = self._store.epoch(self._secret.model, new)
         if epoch is None:
             return b""
         if not isinstance(epoch, bytes) or len(epoch) not in (0, EPOCH_BYTES):

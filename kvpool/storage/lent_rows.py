@@ -6,9 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.changes import Step
-from kvpool.storage.store import Bytes, Store
+from kvpool.storage.store import Bytes, Store, store_argument
 from kvpool.storage.store_requests import LOAD
 
 PAGE_BYTES = 4096
@@ -16,8 +15,7 @@ PAGE_BYTES = 4096
 
 def row_padding_of(store: Store) -> int:
     """How many bytes more the rows have that are made for this store alone: whole pages."""
-    padding = integer_argument("store.row_padding", getattr(store, "row_padding", 0), 0, 1 << 20)
-    return -(-padding // PAGE_BYTES) * PAGE_BYTES
+    return -(-store_argument("store", store).row_padding // PAGE_BYTES) * PAGE_BYTES
 
 
 def staging_rows(count: int, nbytes: int) -> Bytes:

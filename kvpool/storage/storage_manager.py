@@ -44,7 +44,7 @@ from kvpool.storage.pool_adapter import (
     split,
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
-from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
+from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store, store_argument
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.store_worker import StoreWorker
@@ -527,7 +527,7 @@ def _host_blocks(pool: object) -> list[int]:
 
 def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
     """Raise ValueError if the keys of the pool end with it, and a store does not."""
-    persistent = [store.name for store in stores if getattr(store, "persistent", True)]
+    persistent = [store.name for store in stores if store.persistent]
     if persistent and not pool.core.config.persistent_secret:
         raise ValueError(
             f"pool: expected KVCacheManager(..., secret=store.secret), so that what the store {persistent[0]!r} keeps "
@@ -536,10 +536,10 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
 
 
 def _stores_argument(stores: object) -> list[Store]:
-    opened = [open_store(store) if isinstance(store, str) else store for store in list_argument("stores", stores)]
-    names = [getattr(store, "name", None) for store in opened]
-    named = all(isinstance(name, str) for name in names)
-    if not opened or len(opened) > 16 or not named or len(set(names)) < len(names):
+    given = [open_store(store) if isinstance(store, str) else store for store in list_argument("stores", stores)]
+    opened = [store_argument(f"stores[{place}]", store) for place, store in enumerate(given)]
+    names = [store.name for store in opened]
+    if not 1 <= len(opened) <= 16 or len(set(names)) < len(names):
         raise ValueError(f"stores: expected 1 to 16 stores with different names, got {names!r:.80}")
     return opened
 

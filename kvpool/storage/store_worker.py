@@ -4,7 +4,6 @@ back when a request is done; and stop using the store for a while when it fails.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.common.arguments import bool_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.arrays.layout import integer_argument
@@ -33,6 +31,7 @@ from kvpool.storage.store import (
     Rows,
     Space,
     Store,
+    store_argument,
 )
 from kvpool.storage.store_figures import StoreFigures, StoreStats
 from kvpool.storage.store_queue import StoreQueue
@@ -163,17 +162,14 @@ class StoreWorker(Closing):
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
         self.piece_blocks = max(1, size // self.block_bytes)
         """The most blocks of one call."""
-        # Asked once: a store may say something else later.
-        self.name = _name_argument(store.name)
-        threads = integer_argument("store.threads", store.threads, 1, 256)
+        # The attributes are read once: they may change later.
+        self.name, threads = store_argument("store", store).name, store.threads
         self.savers = max(1, threads - 1)
         """How many calls of the store save at a time. Saves and drops leave one thread to all others, so that one that
         hangs keeps no load waiting."""
-        self.clears_prefix = integer_argument("store.clears_prefix", getattr(store, "clears_prefix", 0), 0, TAG_BYTES)
+        self.clears_prefix = store.clears_prefix
         """By how many bytes of a tag the store can drop blocks: see ``Store.clears_prefix``."""
-        self.persistent = bool_argument("store.persistent", getattr(store, "persistent", True))
-        """Whether what the store keeps can outlive the process."""
-        self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
+        self.indexed = store.indexed
         """Whether ``find_now`` may have an answer."""
         self._clock = clock
         stays_here(self)
@@ -437,12 +433,6 @@ class StoreWorker(Closing):
         if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):
             raise ValueError(f"tag: expected {TAG_BYTES} bytes that the worker's secret has made, got {tag!r:.80}")
         return tag
-
-
-def _name_argument(name: object) -> str:
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
-        raise ValueError(f"store.name: expected 1 to 64 of the characters a-z, 0-9, _ and -, got {name!r:.80}")
-    return name
 
 
 def _deadline_argument(deadline: Any) -> float:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from kvpool.common.arguments import text_argument
 from kvpool.common.errors import did_you_mean
 from kvpool.common.sizes import parse_size
-from kvpool.storage.store import Store
+from kvpool.storage.store import Store, store_argument
 
 _KINDS = {
     "disk": ("kvpool.storage.backends.disk", "DiskStore"),
@@ -25,8 +25,6 @@ _EVICTING = ("disk", "memory")
 """what evicts by itself, and takes a policy"""
 _SIZES = ("capacity", "segment")
 """options in bytes"""
-_PARTS = ("open", "find", "load", "save", "forget", "stats", "close")
-"""what the class of a store has, beside ``name`` and ``threads``, which may be of each store alone"""
 _PLACES = {"disk": "PATH", "mooncake": "HOST:PORT", "peer": "tcp://HOST:PORT", "s3": "//BUCKET/PREFIX"}
 """the place that these kinds need, after the colon"""
 _OBJECTS = ("clock", "client", "secret", "system", "token", "transform")
@@ -73,12 +71,10 @@ def open_store(text: object, **names: object) -> Store:
     make = _class_of(kind)
     _check_options(kind, make, place, options)
     try:
-        opened: Store = make(*([place] if place else []), **options)
+        opened = make(*([place] if place else []), **options)
     except TypeError as error:
         raise ValueError(f"store: expected a text that can be opened, got {text!r:.80}: {error}") from None
-    if not (hasattr(opened, "name") and hasattr(opened, "threads")):
-        raise ValueError(f"store: expected a store with name and threads, got {opened!r:.80} from {text!r:.80}")
-    return opened
+    return store_argument("store", opened)
 
 
 def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) -> None:
@@ -112,7 +108,7 @@ def _filled(text: str, names: dict[str, object]) -> str:
 
 
 def _class_of(kind: str) -> Any:
-    """The class of a kind of stores. One that comes from elsewhere must have what a Store has."""
+    """The class of a kind of stores. Raises ImportError, and ValueError for anything but a ``Store``."""
     if kind in _KINDS:
         module, name = _KINDS[kind]
         return getattr(import_module(module), name)
@@ -121,9 +117,8 @@ def _class_of(kind: str) -> Any:
         store_class = getattr(import_module(module), name, None)
     except ImportError as error:
         raise ImportError(f"store: expected a class that can be imported, got {kind!r:.80}: {error}") from error
-    missing = [part for part in _PARTS if not hasattr(store_class, part)]
-    if not isinstance(store_class, type) or missing:
-        raise ValueError(f"store: expected a class with {', '.join(_PARTS)}, got {store_class!r:.80} for {kind!r:.80}")
+    if not isinstance(store_class, type) or not issubclass(store_class, Store):
+        raise ValueError(f"store: expected a subclass of Store, got {store_class!r:.80} for {kind!r:.80}")
     return store_class
 
 

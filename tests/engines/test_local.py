@@ -51,7 +51,7 @@ class KeptStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self._blocks, self.secret = CONTENT, bytes(32)
+        self._blocks, self._secret = CONTENT, bytes(32)
 
 
 class DistantStore(KeptStore):

@@ -165,8 +165,8 @@ MUTATIONS = (
     Mutation(
         "an_epoch_that_cannot_be_asked_for_is_the_first",
         "StoreCalls._asked",
-        "ask(self._secret.model, new) if ask else None",
-        "ask(self._secret.model, new) if ask and new else None",
+        "self._store.epoch(self._secret.model, new)",
+        "self._store.epoch(self._secret.model, new) if new else None",
         "The server of a store is restarted. Who comes meanwhile has the KV of weights that were replaced.",
         ("tests/stores/test_queue.py::test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later",),
     ),

@@ -43,13 +43,14 @@ def fill(rows: np.ndarray, count: int, first: int = 0) -> None:
         rows[place] = content(first + place, rows.shape[1])
 
 
-class Wrong:
+class Wrong(Store):
     """A store in front of another. ``before[kind]`` is called before a call of that kind; ``after[kind]`` gets what it
     answered and gives what is answered instead. Kinds are "open", "find", "save", "load", "forget", "clear", "close".
     ``deaf``: a save gets no signal to stop."""
 
     def __init__(self, inner: Store) -> None:
         self.inner, self.name, self.threads, self.clears_prefix = inner, "wrong", inner.threads, inner.clears_prefix
+        self.persistent = inner.persistent
         self.before: dict[str, Callable[[], None]] = {}
         self.after: dict[str, Callable[[Any], Any]] = {}
         self.calls: list[str] = []
@@ -59,10 +60,6 @@ class Wrong:
         """Calls of this kind wait from now on, until the gate is opened."""
         gate = self.before[kind] = Gate()
         return gate
-
-    @property
-    def persistent(self) -> bool:
-        return self.inner.persistent
 
     @property
     def secret(self) -> bytes:
@@ -79,8 +76,6 @@ class Wrong:
         return self._do("open", lambda: self.inner.open(space))
 
     def epoch(self, model: bytes, new: bool) -> bytes | None:
-        if not hasattr(self.inner, "epoch"):
-            return None
         return self._do("epoch", lambda: self.inner.epoch(model, new))
 
     def find(self, keys: Bytes) -> Bytes:

@@ -96,7 +96,7 @@ def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspend
 ) -> None:
     threads = set[int]()
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))
-    store.indexed = True  # type: ignore[attr-defined]
+    store.indexed = True
     store.before["find"] = lambda: threads.add(threading.get_ident())
     engine = make(store, retry_seconds=0.0)
     engine.saved(2)
@@ -118,7 +118,7 @@ def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspend
 
 def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]) -> None:
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))
-    store.indexed = True  # type: ignore[attr-defined]
+    store.indexed = True
     engine = make(store, retry_seconds=0.0)
     store.after["find"] = lambda codes: np.full(len(codes) + 1, 1, np.uint8)
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]
 
 def test_a_store_whose_find_ends_the_callers_thread_can_be_closed() -> None:
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))
-    store.indexed = True  # type: ignore[attr-defined]
+    store.indexed = True
     queue = open_queue(store)
     store.before["find"] = lambda: sys.exit(1)
     with pytest.raises(SystemExit):

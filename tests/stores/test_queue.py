@@ -501,15 +501,33 @@ def test_a_deadline_that_is_none_is_a_value_error(queue: StoreWorker, deadline: 
 
 @pytest.mark.parametrize(
     ("attribute", "value"),
-    [("name", ""), ("name", "A"), ("name", 5), ("name", "a/b"), ("name", "a" * 65), ("threads", 0), ("threads", 1.5)],
+    [
+        *(("name", name) for name in ("", "A", 5, "a/b", "a" * 65)),
+        *(
+            ("threads", 0),
+            ("threads", 1.5),
+            ("clears_prefix", 17),
+            ("row_padding", -1),
+            ("persistent", 1),
+            ("indexed", ""),
+        ),
+    ],
 )
-def test_a_store_without_a_name_or_threads_is_refused_before_it_is_opened(
+def test_a_store_whose_attributes_are_wrong_is_refused_before_it_is_opened(
     store: Wrong, attribute: str, value: Any
 ) -> None:
     setattr(store, attribute, value)
-    with pytest.raises((TypeError, ValueError), match=f"store.{attribute}"):
+    with pytest.raises((TypeError, ValueError), match=f"store.{attribute}: expected"):
         open_queue(store)
     assert not store.calls
+
+
+def test_what_is_not_derived_from_store_is_refused() -> None:
+    class Alike:
+        name, threads = "alike", 1
+
+    with pytest.raises(TypeError, match="store: expected a Store, got <"):
+        open_queue(Alike())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("figures", [None, 5, {"blocks": "x"}, {"blocks": None}, [1]], ids=str)

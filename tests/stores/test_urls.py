@@ -20,9 +20,11 @@ class GuardedStore(MemoryStore):
         self.password_file = password_file
 
 
-class NamelessStore:
-    threads = 1
-    open = find = load = save = forget = stats = close = print
+class NamelessStore(MemoryStore):
+    name = ""
+
+    def __init__(self) -> None:
+        super().__init__(1)
 
 
 def test_a_text_opens_a_store() -> None:
@@ -35,7 +37,7 @@ def test_a_text_names_a_store_of_another_package() -> None:
     assert isinstance(store, MemoryStore)
     guarded = open_store(f"{__name__}.GuardedStore:?password_file=/a/b")
     assert isinstance(guarded, GuardedStore) and guarded.password_file == "/a/b"
-    with pytest.raises(ValueError, match="expected a store with name and threads"):
+    with pytest.raises(ValueError, match="store.name: expected 1 to 64"):
         open_store(f"{__name__}.NamelessStore:")
 
 

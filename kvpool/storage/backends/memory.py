@@ -25,6 +25,7 @@ from kvpool.storage.store import (
     Rows,
     Space,
     Stop,
+    Store,
 )
 
 
@@ -34,7 +35,7 @@ class _Block(NamedTuple):
     tag: bytes
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A ``Store`` of up to ``capacity`` bytes. ``policy`` says which block goes next, as in a pool. Thread-safe."""
 
     name = "memory"
@@ -49,9 +50,13 @@ class MemoryStore:
         self._capacity = integer_argument("capacity", capacity, 1, 1 << 62)
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
         self._of_tag: Counter[bytes] = Counter()
-        self.secret = os.urandom(32)
+        self._secret = os.urandom(32)
         self._lock, self._evicted = threading.Lock(), 0
         self._epochs: dict[bytes, bytes] = {}
+
+    @property
+    def secret(self) -> bytes:
+        return self._secret
 
     def open(self, space: Space) -> bytes:
         kept = next((len(block.content) for block in self._blocks.values()), space.block_bytes)
@@ -60,7 +65,7 @@ class MemoryStore:
         self._memory, self._most = space.memory, self._capacity // space.block_bytes
         if self._policy != LRU:
             self._victims = Victims(self._policy, max(self._most, len(self._blocks), 1), self._blocks)
-        return self.secret
+        return self._secret
 
     def epoch(self, model: bytes, new: bool) -> bytes:
         with self._lock:

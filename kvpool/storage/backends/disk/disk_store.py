@@ -42,6 +42,7 @@ from kvpool.storage.store import (
     Rows,
     Space,
     Stop,
+    Store,
 )
 
 DEFAULT_CAPACITY = 64 << 30
@@ -58,7 +59,7 @@ class Commit(NamedTuple):
     failed: int
 
 
-class DiskStore:
+class DiskStore(Store):
     """A ``Store`` in a folder of a local file system.
 
     Parameters
@@ -92,7 +93,6 @@ class DiskStore:
 
     name = "disk"
     clears_prefix = TAG_BYTES
-    persistent = True
     indexed = True
 
     def __init__(

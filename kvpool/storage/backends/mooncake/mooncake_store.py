@@ -38,6 +38,7 @@ from kvpool.storage.store import (
     Rows,
     Space,
     Stop,
+    Store,
     parts,
 )
 
@@ -74,7 +75,7 @@ class Transform(Protocol):
     def incoming(self, key: bytes, kept: memoryview) -> bytes: ...
 
 
-class MooncakeStore:
+class MooncakeStore(Store):
     """A ``Store`` over a Mooncake cluster. Needs the extra ``mooncake``. Thread-safe.
 
     Parameters
@@ -118,8 +119,6 @@ class MooncakeStore:
 
     name = "mooncake"
     clears_prefix = MODEL_BYTES
-    persistent = True
-    indexed = False
     row_padding = MAC_BYTES
 
     def __init__(

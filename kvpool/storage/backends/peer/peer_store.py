@@ -37,6 +37,7 @@ from kvpool.storage.store import (
     Bytes,
     Rows,
     Space,
+    Store,
     parts,
 )
 
@@ -127,7 +128,7 @@ class Refusal(ValueError):
     """The server has blocks of another size."""
 
 
-class PeerStore:
+class PeerStore(Store):
     """A ``Store`` in another process: see ``StoreServer``.
 
     Parameters
@@ -157,8 +158,6 @@ class PeerStore:
 
     name = "peer"
     clears_prefix = TAG_BYTES
-    persistent = True
-    indexed = False
 
     def __init__(
         self,

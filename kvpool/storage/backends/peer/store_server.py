@@ -51,6 +51,7 @@ from kvpool.storage.store import (
     Bytes,
     Space,
     Store,
+    store_argument,
 )
 
 WAIT_MS_MAX = 600_000
@@ -154,7 +155,7 @@ class StoreServer(Closing):
         if keys is not None and (secret is not None or secret_file is not None):
             raise ValueError("secret, secret_file, keys: expected one of them, got several")
         credentials = keys or ServerSecret(wire_key(SharedSecret(secret, secret_file)))
-        self._calls = _Calls(store, size, blocks, waiting + store.threads)
+        self._calls = _Calls(store_argument("store", store), size, blocks, waiting + store.threads)
         try:
             # A client has one call under way on each connection. ZeroMQ holds one message more each way.
             self._server = self._calls.server = Server(
@@ -419,7 +420,7 @@ class _Calls:
             return self._epoch(message, request.tag)
         if message.call == "clear":
             # Its space is of no model, so that blocks are told apart by their tags alone.
-            if getattr(self._store, "clears_prefix", 0) < TAG_BYTES:
+            if self._store.clears_prefix < TAG_BYTES:
                 raise NotImplementedError(f"the store {self._store.name!r} of this server does not know tags")
             return self._done(message, self._store.clear(request.tag))
         if message.call == "save":
@@ -446,8 +447,7 @@ class _Calls:
         return answer._replace(frames=[codes, macs], blocks=[blocks], mac=session.mac([blocks]))
 
     def _epoch(self, message: StoreCall, model: bytes) -> _Answer:
-        ask = getattr(self._store, "epoch", None)
-        epoch = ask(model, message.call == "renew") if ask else None
+        epoch = self._store.epoch(model, message.call == "renew")
         return self._done(message, int(epoch is not None), [epoch or b""])
 
     def _codes(self, message: StoreCall, kind: str, codes: Any) -> _Answer:

@@ -38,6 +38,7 @@ from kvpool.storage.store import (
     Rows,
     Space,
     Stop,
+    Store,
     parts,
 )
 
@@ -61,7 +62,7 @@ _UNMET = 255
 """The code of a request whose condition was not met."""
 
 
-class S3Store:
+class S3Store(Store):
     """A ``Store`` over a bucket. Needs the extra ``s3``. Thread-safe.
 
     Parameters
@@ -106,8 +107,6 @@ class S3Store:
 
     name = "s3"
     clears_prefix = TAG_BYTES
-    persistent = True
-    indexed = False
 
     def __init__(
         self,
