@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asv_bench import prove_kernels
 from asv_bench.benchmarks import gpu, gpu_cases, gpu_peers
 from asv_bench.benchmarks.gpu_cases import LOAD, QUICK, SAVE, measure, measure_all
 from kvpool.device.cuda import calibration
-from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, PATHS, Calibration
+from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, Calibration
 from tests import emulated
 
 pytestmark = pytest.mark.gpu
@@ -177,9 +176,3 @@ def test_what_does_not_fit_is_skipped_and_what_fails_fails_alone(monkeypatch: py
 def test_conditions_distinguish_an_emulated_driver_from_a_gpu() -> None:
     figures = measure(gpu_cases.Conditions, ())
     assert (figures["emulated"], figures["quick"]) == (emulated.running(), 1)
-
-
-def test_kernels_are_proven(cupy: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    prove_kernels.main()
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    assert capsys.readouterr().out == "".join(f"{path}: copies the right bytes on {name}\n" for path in KERNELS)

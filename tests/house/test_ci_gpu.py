@@ -112,32 +112,23 @@ def test_each_verb_runs_its_step_alone(machine: Machine) -> None:
     machine.sanitizer(CLEAN)
     table = f"-m asv_bench.gpu_bench --out {machine.out}"
     tests = f"-m pytest -m gpu --junitxml {machine.out}/tests.xml"
-    for verb, calls in {
-        "test": [tests],
-        "bench": [table],
-        "sanitize": [],
-        "prove": [tests, "-m asv_bench.prove_kernels"],
-    }.items():
+    for verb, calls in {"test": [tests], "bench": [table], "sanitize": []}.items():
         (machine.folder / "log").unlink(missing_ok=True)
         done = machine.run(verb)
         assert (done.returncode, machine.calls) == (0, calls), done.stderr
-    (machine.folder / "log").unlink()
-    assert machine.run("-x").returncode == 0 and machine.calls == [f"{tests} -x", table], (
-        "without a verb nothing is proven"
-    )
+    assert machine.run("-x").returncode == 0 and machine.calls == [f"{tests} -x", table]
 
 
 def test_an_unknown_verb_or_argument_runs_nothing(machine: Machine) -> None:
-    for words in (["tset"], ["prove", "tests/gpu"], ["bench", "-x"]):
+    for words in (["tset"], ["bench", "-x"]):
         done = machine.run(*words)
         assert done.returncode == 2 and words[-1] in done.stderr and "expected" in done.stderr
     assert machine.calls == []
 
 
-@pytest.mark.parametrize("verb", [[], ["prove"]], ids=["all", "prove"])
-def test_nothing_follows_tests_that_fail(machine: Machine, verb: list[str]) -> None:
+def test_nothing_follows_tests_that_fail(machine: Machine) -> None:
     machine.sanitizer(CLEAN)
-    assert machine.run(*verb, TESTS_STATUS="1").returncode == 1
+    assert machine.run(TESTS_STATUS="1").returncode == 1
     assert len(machine.calls) == 1 and not (machine.folder / "sanitizers").exists()
 
 
