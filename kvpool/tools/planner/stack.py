@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpool.common.arrays import Array, Int32s, Int64s, Uint64s
 from kvpool.common.jit import jit
 from kvpool.state.policies.policy import nth_released
-from kvpool.tools.replay.content import mix
+from kvpool.tools.replay.content import mixed
 
 BLOCKS, NOW, LIVE, LOOKUPS, RUNS, USED, COUNTS = range(7)
 """Places in ``StackTables.counts``: distinct blocks with a key, the next position in time, and the bits that are set.
@@ -105,10 +105,6 @@ class UsedBlocks(NamedTuple):
     """A block is sampled if the upper half of its key is below this."""
     request: int
     tenant: int
-
-
-mixed = jit(mix)
-"""A 64-bit number scrambled, one to one."""
 
 
 @jit

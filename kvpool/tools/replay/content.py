@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvpool.common.arrays import Array, Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import BlockLayout, BlockStrides
+from kvpool.common.jit import jit
 
 VOCABULARY = 128_000
 OUTPUT_ORIGIN = 1 << 50
@@ -35,6 +36,20 @@ def mix(counters: Uint64s) -> Uint64s:
     return x ^ (x >> np.uint64(31))
 
 
+mixed = jit(mix)
+"""A 64-bit number scrambled, one to one."""
+
+
+@jit
+def _write_tokens(tokens, ids, tokens_per_id):  # type: ignore[no-untyped-def]
+    """Write the tokens that ids stand for, ``tokens_per_id`` each, as far as ``tokens`` goes."""
+    for first in range(0, len(tokens), tokens_per_id):
+        counter = ids[first // tokens_per_id] * np.uint64(tokens_per_id)
+        for place in range(first, min(first + tokens_per_id, len(tokens))):
+            tokens[place] = np.int32(mixed(counter) % np.uint64(VOCABULARY))
+            counter += np.uint64(1)
+
+
 def _tokens_at(counters: Uint64s) -> Int32s:
     return (mix(counters) % np.uint64(VOCABULARY)).astype(np.int32)
 
@@ -47,12 +62,12 @@ def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> Int3
     ValueError
         The ids cover fewer than `length` tokens.
     """
-    ids: Uint64s = np.asarray(hash_ids, dtype=np.uint64)
+    ids: Uint64s = np.ascontiguousarray(hash_ids, dtype=np.uint64)
     if ids.size * tokens_per_id < length:
         raise ValueError(f"{ids.size} ids of {tokens_per_id} tokens do not cover {length} tokens")
-    ids = ids[: -(-length // tokens_per_id)]
-    counters = np.add.outer(ids * np.uint64(tokens_per_id), np.arange(tokens_per_id, dtype=np.uint64))
-    return np.ascontiguousarray(_tokens_at(counters.reshape(-1)[:length]))
+    tokens = np.empty(length, np.int32)
+    _write_tokens(tokens, ids, tokens_per_id)
+    return tokens
 
 
 def expand_output(index: int, length: int) -> Int32s:
