@@ -22,7 +22,7 @@ from kvpool.common.arguments import (
 )
 from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
-from kvpool.common.errors import BlockNotFound, IntegrityError, KVPoolError, PoolBusy, counted
+from kvpool.common.errors import BlockNotFound, IntegrityError, PoolBusy
 from kvpool.common.process import Closing
 from kvpool.device import get_device
 from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
@@ -564,18 +564,29 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
     def close(self, force: bool = False) -> CloseReport:
         """Free all memory; returns what was still held. Later calls raise PoolClosed, except ``stats`` and ``close``.
 
+        Warns with ResourceWarning, once everything is freed, if sequences, leases or reservations were still held.
         Raises PoolBusy, with nothing changed, while arrays that were made of exports live. With ``force=True`` it
         closes, and their memory stays until they are gone, but the pool no longer orders accesses to it.
         """
-        return self._shutdown.close(bool_argument("force", force))
+        return self._close(bool_argument("force", force), 4)
 
     def __exit__(self, kind: object = None, *error: object) -> None:
-        report = self.close(force=True)
-        views = len(self._loans)
-        if kind is None and (any(report) or views):
-            held = [counted(len(items), name[:-1]) for name, items in report._asdict().items() if items]
-            held += [counted(views, "view") + " of exported memory"] if views else []
-            raise KVPoolError(f"the pool was closed while it held {', '.join(held)}: {report}")
+        try:
+            self._close(True, 4)
+        except ResourceWarning:  # the interpreter has been told to raise it
+            if kind is None:
+                raise
+
+    def _close(self, force: bool, stacklevel: int) -> CloseReport:
+        was_open = not self.closed
+        report = self._shutdown.close(force)
+        if was_open:
+            self._shutdown.warn("closed", stacklevel)
+        return report
+
+    def __del__(self) -> None:
+        if "_shutdown" in vars(self) and not self.closed:
+            self._shutdown.warn("never closed, and dropped", 3)
 
 
 # Python names a function in its own messages, such as those of unknown arguments: by the class that users know.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvpool.common.errors import DeviceError, PoolBusy
+from kvpool.common.errors import DeviceError, PoolBusy, counted
 from kvpool.pool.core import Core
 from kvpool.pool.leases import Leases
 from kvpool.pool.reservations import Reservations
@@ -70,6 +71,24 @@ class Shutdown:
                 self._free()
                 self._freed = True
         return self.report
+
+    def warn(self, what: str, stacklevel: int) -> None:
+        """Warn that the pool ended while things were held, if so. ``stacklevel`` counts from here.
+
+        Takes no lock, since a destructor calls it.
+        """
+        report, core = self.report, self._core
+        if report is None:
+            sequences, reservations = core.live(records.LIVE | records.SWAPPED), core.live(records.RESERVED)
+            numbers = [len(sequences), len(self._leases.all), len(reservations)]
+        else:
+            numbers = [len(report.sequences), len(report.leases), len(report.reservations)]
+        held = [counted(number, name[:-1]) for number, name in zip(numbers, CloseReport._fields, strict=True) if number]
+        views = len(self._loans)
+        held += [counted(views, "view") + " of exported memory"] if views else []
+        if held:
+            details = "" if report is None else f": {f'{report}':.400}"
+            warnings.warn(f"the pool was {what} while it held {', '.join(held)}{details}", ResourceWarning, stacklevel)
 
     def _free(self) -> None:
         """Free all memory, once nobody uses it."""
