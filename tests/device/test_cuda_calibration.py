@@ -13,7 +13,7 @@ import pytest
 from kvpool.common.errors import DeviceError
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
-from kvpool.device.cuda import calibration
+from kvpool.device.cuda import calibration, trials
 from kvpool.device.cuda.calibration import (
     BATCHED,
     BULK,
@@ -29,11 +29,11 @@ from kvpool.device.cuda.calibration import (
     always,
     chosen,
     load,
-    measure,
     place,
     store,
 )
 from kvpool.device.cuda.cuda_memory import link_of
+from kvpool.device.cuda.trials import measure
 from kvpool.device.work import Fragments
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
@@ -268,8 +268,8 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
     """A way that holds up the scheduler's thread is worse than one that takes a little longer by itself. The clock is
     the test's: enqueueing and copying take that many seconds."""
     clock = [0.0]
-    monkeypatch.setattr(calibration, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(calibration, "difference", lambda *arguments: None)
+    monkeypatch.setattr(trials, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(trials, "difference", lambda *arguments: None)
     seconds = {BATCHED: (4.0, 4.0), KERNEL: (1.0, 8.0)}
 
     class Slow(WrappedDevice):
@@ -291,9 +291,9 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
 
 def test_a_path_is_measured_by_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing its bytes takes plain copies, which must not be what is measured afterwards."""
-    used, timed = [], calibration._seconds
+    used, timed = [], trials._seconds
     monkeypatch.setattr(
-        calibration, "_seconds", lambda *arguments: (used.append(chosen_by(arguments[0])), timed(*arguments))[1]
+        trials, "_seconds", lambda *arguments: (used.append(chosen_by(arguments[0])), timed(*arguments))[1]
     )
 
     def chosen_by(device: Any) -> str:

@@ -17,7 +17,8 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.cuda import CudaDevice, calibration
 from kvpool.device.cuda import cuda_device as cuda
-from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, measure
+from kvpool.device.cuda.calibration import DIRECTIONS, PATHS
+from kvpool.device.cuda.trials import measure
 from kvpool.device.fragments import Cutter
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import StagedRows, staged_bytes, write_rows

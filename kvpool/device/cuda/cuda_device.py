@@ -30,7 +30,7 @@ from kvpool.device.base import (
 )
 from kvpool.device.copy_plan import make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.calibration import BATCHED, BULK, KERNEL, KERNELS, PLAIN, Calibration, difference, measure
+from kvpool.device.cuda.calibration import BATCHED, BULK, KERNEL, KERNELS, PLAIN, Calibration
 from kvpool.device.cuda.cuda_memory import (
     AdoptedMemory,
     CudaViews,
@@ -58,6 +58,7 @@ from kvpool.device.cuda.runtime import (
     state_of,
     usable_stream,
 )
+from kvpool.device.cuda.trials import difference, measure
 from kvpool.device.fragments import (
     INSIDE_HOST,
     OFFLOAD,

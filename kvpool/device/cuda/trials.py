@@ -1,0 +1,176 @@
+"""Trials of the ways to copy on a device: whether they copy the right bytes, and how fast they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from time import perf_counter
+
+import numpy as np
+
+from kvpool.common.arrays import Int64s
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.arrays.strided import as_strided
+from kvpool.common.errors import DeviceError
+from kvpool.device.base import Device, Stream
+from kvpool.device.cpu import CpuDevice
+from kvpool.device.cuda.calibration import PLAIN, Measurement, always
+from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
+from kvpool.device.regions import BYTES, FROM, TO, Region
+from kvpool.device.work import Fragments
+
+FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
+FRAGMENTS = (4, 64, 1024)
+BATCH_BYTES_MAX = 256 << 20
+_SECONDS, _REPEATS_MIN = 0.01, 3
+
+
+def measure(
+    device: Device,
+    paths: Iterable[str],
+    sizes: Iterable[int] = FRAGMENT_BYTES,
+    counts: Iterable[int] = FRAGMENTS,
+    batch_bytes_max: int = BATCH_BYTES_MAX,
+    share: Callable[[str, str], float] = lambda path, direction: 0.0,
+) -> list[Measurement]:
+    """Measure copies between blocks of ``sizes`` bytes, no two of which are neighbours, in every direction.
+
+    ``device`` is bound to nothing, and goes by its attribute ``calibration``, which this sets. Before a path is
+    measured, its bytes are compared with those of plain copies on the CPU. A path that differs or fails is left out,
+    with a warning. ``share(path, direction)`` is the share of the multiprocessors that it takes. Batches of more than
+    ``batch_bytes_max`` are left out. A tier takes twice as much memory as the largest batch. Raises MemoryError, and
+    DeviceError for a device that has failed for good.
+    """
+    measurements, stream, fitting = [], device.create_stream("measured"), {}
+    for nbytes in sizes:
+        fitting[nbytes] = [count for count in counts if count * nbytes <= batch_bytes_max]
+    for path in paths:
+        try:
+            wrong = difference(device, stream, path)
+            device.calibration = always(path)  # type: ignore[attr-defined]
+            of_path = (
+                []
+                if wrong
+                else [
+                    m._replace(path=path, multiprocessors=share(path, m.direction))
+                    for nbytes, some in fitting.items()
+                    for m in _measure_size(device, stream, nbytes, some)
+                ]
+            )
+        except DeviceError as error:
+            if error.sticky:
+                raise
+            wrong, of_path = str(error), []
+        if wrong:
+            warnings.warn(f"no copy is made by the path {path!r}: {wrong}", stacklevel=3)
+        measurements += of_path
+    return measurements
+
+
+_LAYOUTS = BlockLayout(3, 1, 40, 8, "uint8"), BlockLayout(3, 1, 48, 8, "uint8")
+"""Of tokens that are whole words of 8 bytes, and of 16: only those go by ``BULK``."""
+_BLOCKS = 192
+_CHECKED_BYTES = (1, 15, 16, 17, 48, 250, 4096, 4099, 9001)
+_CROOKED = ((0, 0), (1, 1), (4, 0), (3, 10))
+
+
+def difference(device: Device, stream: Stream, path: str) -> str | None:
+    """What is wrong with copies by a path, if anything: blocks, parts of blocks, fragments in whole words, and
+    fragments of odd sizes at odd places, in every direction. ``device`` as in ``measure``. Raises DeviceError,
+    MemoryError."""
+    return next(filter(None, (_difference(device, stream, path, layout) for layout in _LAYOUTS)), None)
+
+
+def _difference(device: Device, stream: Stream, path: str, layout: BlockLayout) -> str | None:
+    nbytes, random = _BLOCKS * layout.block_bytes, np.random.default_rng(0)
+    pools = [device.allocate(nbytes, "device"), device.allocate(2 * nbytes, "host")]
+    expected, twin = [np.zeros(nbytes, np.uint8), np.zeros(2 * nbytes, np.uint8)], CpuDevice()
+    try:
+        for copier, memory in ((device, pools), (twin, expected)):
+            copier.bind([Region.of(layout, memory[0], memory[1], _BLOCKS, 2 * _BLOCKS)])
+        bases = [[as_strided("pool", pool).address for pool in memory] for memory in (pools, expected)]
+        # The device tier is written from the second half of the host tier, and read to there, by plain copies.
+        whole_tier = np.array([[bases[0][1] + nbytes, bases[0][0], nbytes]])
+        for direction, (source, target) in {OFFLOAD: (0, 1), ONBOARD: (1, 0), WITHIN: (0, 0)}.items():
+            for what in ("blocks", "fragments"):
+                expected[0][:] = random.integers(0, 256, nbytes)
+                expected[1][:nbytes] = pools[1][:nbytes] = random.integers(0, 256, nbytes)
+                pools[1][nbytes:] = expected[0]
+                _by(PLAIN, device, stream, whole_tier)
+                if what == "blocks":
+                    copy_ops = _copy_ops(random, source, target, layout)
+                    _by(path, device, stream, copy_ops)
+                    twin.copy_blocks(copy_ops)
+                else:
+                    rows = _fragments(nbytes, layout is _LAYOUTS[1])
+                    for copier, addresses in ((device, bases[0]), (twin, bases[1])):
+                        _by(path, copier, stream, rows + np.array([addresses[source], addresses[target], 0]))
+                _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
+                read_back, wanted = np.roll(pools[1], nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
+                if not np.array_equal(read_back, wanted):
+                    return f"{direction} of {what} gave other bytes"
+    finally:
+        for pool in pools:
+            device.free(pool)
+    return None
+
+
+def _by(path: str, device: Device, stream: Stream, rows: Int64s) -> None:
+    """Make copy ops, or copy fragments, by a path, and wait until they are done."""
+    device.calibration = always(path)  # type: ignore[attr-defined]
+    if rows.shape[1] == 4:
+        device.copy_blocks(rows, stream)
+    else:
+        device.enqueue(Fragments(rows), stream)
+    device.synchronize(device.record(stream))
+
+
+def _copy_ops(random: np.random.Generator, source: int, target: int, layout: BlockLayout) -> Int64s:
+    """From a half of the blocks of a tier to the other half of one, every third of a few tokens only."""
+    ids, half = np.arange(_BLOCKS // 2), _BLOCKS // 2
+    tokens = np.where(ids % 3, layout.tokens_per_block, 3)
+    return np.stack([source * _BLOCKS + random.permutation(ids), target * _BLOCKS + half + ids, tokens, ids], axis=1)
+
+
+def _fragments(nbytes: int, in_words: bool) -> Int64s:
+    """Fragments of each size at each pair of odd places, from the first half of ``nbytes`` to the second, or whole
+    words instead."""
+    rows, at = [], 64
+    for size, (source, target) in product(_CHECKED_BYTES, _CROOKED):
+        rows.append((at + source, nbytes // 2 + at + target, size))
+        at += -(-size // 16) * 16 + 32
+    return np.maximum(np.array(rows, np.int64) // 16 * 16, 16) if in_words else np.array(rows, np.int64)
+
+
+def _measure_size(device: Device, stream: Stream, nbytes: int, counts: list[int]) -> Iterator[Measurement]:
+    blocks = 2 * max(counts, default=0)
+    if not blocks:
+        return
+    layout = BlockLayout(1, 1, nbytes, 1, "uint8", planes=1, order="block_first")
+    pools = [device.allocate(blocks * nbytes, tier) for tier in ("device", "host")]
+    try:
+        device.bind([Region.of(layout, pools[0], pools[1], blocks, blocks)])
+        for count in counts:
+            # Every other block, in random order, so that nothing can be merged.
+            even = 2 * np.random.default_rng(count).permutation(blocks // 2)[:count]
+            for direction, source, target in ((OFFLOAD, 0, blocks), (ONBOARD, blocks, 0), (WITHIN, 0, 1)):
+                copy_ops = np.stack([even + source, even + target, np.ones_like(even), np.arange(count)], axis=1)
+                seconds, call = _seconds(device, stream, copy_ops)
+                yield Measurement(direction, nbytes, count, "", count * nbytes / seconds / 1e9, call * 1e6)
+    finally:
+        for pool in pools:
+            device.free(pool)
+
+
+def _seconds(device: Device, stream: Stream, copy_ops: Int64s) -> tuple[float, float]:
+    """The median times of a batch: from the call until it is done, and of the call. The first run warms up."""
+    times: list[tuple[float, float]] = []
+    while len(times) <= _REPEATS_MIN or sum(seconds for seconds, _ in times) < _SECONDS:
+        begin = perf_counter()
+        device.copy_blocks(copy_ops, stream)
+        enqueued = perf_counter()
+        device.synchronize(device.record(stream))
+        times.append((perf_counter() - begin, enqueued - begin))
+    seconds, call = np.median(times[1:], axis=0).tolist()
+    return seconds, call
