@@ -39,9 +39,9 @@ from asv_bench.first_token_arms import (
     opened,
     verify_copies,
 )
-from kvpool.common.errors import InsufficientMemory
 from kvpool.device.cuda import describe_gpus, unusable
 from kvpool.device.cuda.calibration import PATHS
+from kvpool.errors import InsufficientMemory
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGIT_TOLERANCE = {"float16": 0.25, "float32": 1e-3}

@@ -87,10 +87,10 @@ def check_memory(shape: Shape, device_blocks: int, host_blocks: int, cupy: Any) 
     tier, free = device_blocks * shape.layout.block_bytes, cupy.cuda.runtime.memGetInfo()[0]
     if tier + shape.bytes_needed > free:
         reason = f"{shape.bytes_needed / (1 << 30):.2f} GiB of it for the model, {device_blocks} blocks for the tier"
-        raise kvpool.InsufficientMemory("device", tier + shape.bytes_needed, free, reason)
+        raise kvpool.errors.InsufficientMemory("device", tier + shape.bytes_needed, free, reason)
     host, ram = host_blocks * shape.layout.block_bytes, available_ram()
     if ram is not None and host > ram:
-        raise kvpool.InsufficientMemory("host", host, ram, f"{host_blocks} blocks for the tier")
+        raise kvpool.errors.InsufficientMemory("host", host, ram, f"{host_blocks} blocks for the tier")
 
 
 class Model:
@@ -143,7 +143,7 @@ class Model:
         self,
         tokens: Any,
         pool: Any,
-        step: kvpool.StepTables,
+        step: kvpool.pool.StepTables,
         cached: int = 0,
         wait: Callable[[int], None] | None = None,
     ) -> Any:
@@ -168,7 +168,7 @@ class Model:
             x += self.multiply(product, w["down"])
         return self.normed(x, self.norm)
 
-    def attend_last(self, queries: Any, layer: Any, step: kvpool.StepTables, plane: Any) -> Any:
+    def attend_last(self, queries: Any, layer: Any, step: kvpool.pool.StepTables, plane: Any) -> Any:
         """Attention of the last token of each sequence, through the block table."""
         shape, (heads, n, head_dim) = self.shape, queries.shape
         out = self.cupy.empty((n, heads * head_dim), shape.dtype)
@@ -176,7 +176,7 @@ class Model:
         self.launch("paged_decode", (n, shape.kv_heads), shape.threads, *arguments)
         return out
 
-    def attend_chunk(self, queries: Any, layer: Any, step: kvpool.StepTables, plane: Any) -> Any:
+    def attend_chunk(self, queries: Any, layer: Any, step: kvpool.pool.StepTables, plane: Any) -> Any:
         """Attention of a chunk to all up to its end: the sequence is gathered once, cuBLAS multiplies.
 
         CuPy multiplies matrices of halves as they are, and stacks of them as floats. So it gets one head at a time.
@@ -231,9 +231,9 @@ class Engine:
         self.chunk_steps = [self.tables(1, chunk, end) for end in range(chunk, tokens + chunk, chunk)]
         self.capture()
 
-    def tables(self, sequences: int, rows: int, tokens_max: int) -> kvpool.StepTables:
+    def tables(self, sequences: int, rows: int, tokens_max: int) -> kvpool.pool.StepTables:
         zeros = self.cupy.zeros
-        return kvpool.StepTables(
+        return kvpool.pool.StepTables(
             slot_mapping=zeros(rows, np.int64),
             seq_lens=zeros(sequences, np.int32),
             query_start_loc=zeros(sequences + 1, np.int32),
@@ -449,7 +449,7 @@ def main(arguments: list[str] | None = None) -> int:
     tiers = {"device_blocks": 3 * longest // 2, "host_blocks": 6 * longest}
     try:
         check_memory(shape, **tiers, cupy=cupy)
-    except kvpool.InsufficientMemory as error:
+    except kvpool.errors.InsufficientMemory as error:
         sys.exit(f"engine_llama.py needs more memory: {error}")
     model = Model(shape, parsed.seed, cupy)
     with kvpool.KVCacheManager(shape.layout, **tiers, device="cuda", max_sequences=4 * shape.rows) as cache:

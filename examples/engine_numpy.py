@@ -350,7 +350,7 @@ class Engine:
         owner = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
         return Batch(sequences, np.array(tokens), np.concatenate(spans), owner, table.dense())
 
-    def table(self, sequences: Any) -> kvpool.BlockTable:
+    def table(self, sequences: Any) -> kvpool.pool.BlockTable:
         return self.cache.block_table(sequences, stream=self.stream)
 
     def launch(self, batch: Batch) -> SimpleNamespace:
@@ -422,7 +422,7 @@ def compare(
     return len(differences), float(np.max(differences))
 
 
-def counted(stats: kvpool.Stats) -> dict[str, int]:
+def counted(stats: kvpool.pool.Stats) -> dict[str, int]:
     reused = {"blocks reused on the device": stats.reused_device_blocks, "blocks reused in part": stats.partial_blocks}
     return reused | {"blocks offloaded": stats.offloaded_blocks, "blocks onboarded": stats.onboarded_blocks}
 

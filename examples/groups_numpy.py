@@ -226,7 +226,7 @@ class OverGroups:
     cache: kvpool.KVCacheManager
     stream: Any
 
-    def table(self, sequences: Any, group: int = 0) -> kvpool.BlockTable:
+    def table(self, sequences: Any, group: int = 0) -> kvpool.pool.BlockTable:
         return self.cache.block_table(sequences, stream=self.stream, group=group)
 
     def launch(self, batch: Batch) -> SimpleNamespace:

@@ -26,14 +26,9 @@ from changing_scenes import (
     Uploads,
     named,
 )
-from kvpool import (
-    BlockKeys,
-    HostCopies,
-    StagingBuffers,
-    StridedArray,
-    gather_kv,
-    scatter_kv,
-)
+from kvpool import BlockKeys, StagingBuffers, gather_kv, scatter_kv
+from kvpool.device.memory import StridedArray
+from kvpool.hostcache import HostCopies
 from kvpool.hostcache.host_copies import HostPlace
 from kvpool.storage import BlockNames, StoreRequest
 from kvpool.tools.replay.content import Request

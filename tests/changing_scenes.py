@@ -10,20 +10,13 @@ from typing import Any
 import numpy as np
 
 from engine import Clock, small_layout
-from kvpool import (
-    GraphTables,
-    HostCache,
-    HostCopies,
-    HostTier,
-    KVCacheManager,
-    LayerGroup,
-    ModelIdentity,
-    PagedKV,
-)
+from kvpool import HostCache, HostTier, KVCacheManager, LayerGroup, ModelIdentity, PagedKV
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
 from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
+from kvpool.hostcache import HostCopies
+from kvpool.pool import GraphTables
 from kvpool.storage import HostStorageManager, MemoryStore, StorageManager, StoreWorker
 from kvpool.tools.planner import Surveyor
 from steps import arrays

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool import ForkedProcess
+from kvpool.errors import ForkedProcess
 
 
 def in_child(call: Callable[[], object]) -> None:

@@ -11,10 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Clock, Engine, EventReplay, Item, Request, small_layout
-from kvpool import DeviceError, KVCacheManager
+from kvpool import KVCacheManager
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
+from kvpool.errors import DeviceError
 from kvpool.state import records as fields
 from kvpool.state.verify import verify as verify_state
 from tests import debug

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import BlockLayout, Event, KVCacheManager, LayerGroup
+from kvpool import BlockLayout, KVCacheManager, LayerGroup
+from kvpool.pool import Event
 from tests import debug
 
 T = 4

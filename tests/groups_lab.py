@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from engine import Bytes, TokenBytes
-from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup, LoadTarget
+from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import SimDevice
+from kvpool.pool import LoadTarget
 from tests import debug
 
 T = 4

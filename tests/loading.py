@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from engine import Engine
-from kvpool import LoadTarget, PagedKV, Reservation, scatter_kv
+from kvpool import PagedKV, scatter_kv
+from kvpool.pool import LoadTarget, Reservation
 from tests import debug
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import KVCacheManager, StepTables
+from kvpool import KVCacheManager
+from kvpool.pool import StepTables
 from tests.device import reference
 
 NAMES = ("slot_mapping", "seq_lens", "query_start_loc", "last_page_len", "table", "indptr", "indices")

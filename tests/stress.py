@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import BlockNotFound
 from kvpool.common.process import Closing
 from kvpool.common.progress import shown_progress
+from kvpool.errors import BlockNotFound
 from kvpool.pool.leases import Lease
 from kvpool.state.arrays import State
 from kvpool.state.records import PUBLISHED

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV
+from kvpool import HostCache, HostTier, ModelIdentity, PagedKV
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import memcpy
 from kvpool.device.regions import BYTES, FROM, TO
+from kvpool.hostcache import HostCopies
 from kvpool.storage import HostStorageManager, MemoryStore
 
 KEYS, KEY_BYTES, BLOCKS = 60, 36, 16_384

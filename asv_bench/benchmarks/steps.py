@@ -82,8 +82,8 @@ class StepTables(Pooled):
         numbers = {"slot_mapping": np.zeros(SEQUENCES, np.int64), "query_start_loc": np.zeros(SEQUENCES + 1, np.int32)}
         numbers |= {name: np.zeros(SEQUENCES, np.int32) for name in ("seq_lens", "last_page_len")}
         self.source, self.indices = np.zeros((2, SEQUENCES * blocks), np.int32)
-        self.dense = kvpool.StepTables(**numbers, table=np.zeros((SEQUENCES, blocks), np.int32))
-        self.csr = kvpool.StepTables(**numbers, indptr=np.zeros(SEQUENCES + 1, np.int32), indices=self.indices)
+        self.dense = kvpool.pool.StepTables(**numbers, table=np.zeros((SEQUENCES, blocks), np.int32))
+        self.csr = kvpool.pool.StepTables(**numbers, indptr=np.zeros(SEQUENCES + 1, np.int32), indices=self.indices)
 
     def time_dense(self, blocks: int) -> None:
         self.cache.step_tables(*self.step, out=self.dense)
@@ -105,7 +105,7 @@ class Chunks(Pooled):
         self.cache = make_pool(1_024)
         self.sequence = self.cache.add_sequence(make_prompts(1, 8_191)[0])
         self.source, slots = np.zeros((2, 8_192), np.int64)
-        self.out = kvpool.StepTables(slot_mapping=slots, seq_lens=np.zeros(1, np.int32))
+        self.out = kvpool.pool.StepTables(slot_mapping=slots, seq_lens=np.zeros(1, np.int32))
 
     def time_slots(self) -> None:
         self.cache.step_tables(self.sequence, 0, 8_192, out=self.out)

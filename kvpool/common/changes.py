@@ -18,7 +18,7 @@ from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from kvpool.common.errors import IntegrityError
+from kvpool.errors import IntegrityError
 
 _CALL = methodcaller("__call__")
 Step = Callable[[], Any]

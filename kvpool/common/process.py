@@ -12,8 +12,8 @@ import weakref
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
-from kvpool.common.errors import ForkedProcess
 from kvpool.common.jit import LOCK
+from kvpool.errors import ForkedProcess
 
 Own = TypeVar("Own", bound="Closing")
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from kvpool.common.arrays import Array, Int64s, dlpack
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import StridedArray
-from kvpool.common.errors import DeviceError
 from kvpool.device.memory.main_memory import GpuMemory, MainMemory, handle_of
 from kvpool.device.regions import ALL_LAYERS, Layers, Region
 from kvpool.device.work import StepTargets, Table, host_table
+from kvpool.errors import DeviceError
 
 if TYPE_CHECKING:
     from kvpool.device.work import Work

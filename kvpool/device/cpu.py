@@ -15,7 +15,6 @@ from numba.core.typing import Context, Signature
 
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.strided import StridedArray
-from kvpool.common.errors import PoolClosed
 from kvpool.common.jit import intrinsic, jit
 from kvpool.common.jit.intrinsics import memcpy
 from kvpool.device import copy_plan
@@ -33,6 +32,7 @@ from kvpool.device.copy_plan import LINE, RUN_BYTES, RUNS, CopyPlan, Tier, make_
 from kvpool.device.memory.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, SOURCE, TARGET, TO, TOKENS, Layers, Region, Regions
 from kvpool.device.work import TokenMoves, Work
+from kvpool.errors import PoolClosed
 
 _CHUNK = 16 * LINE
 # How many bytes ahead of the copy the source is fetched. Blocks lie at random, so the hardware cannot guess the next.

@@ -16,14 +16,14 @@ from kvpool.common.arguments import bool_argument, clock_argument, priority_argu
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.common.changes import Changes
-from kvpool.common.errors import (
+from kvpool.common.process import Closing, Process
+from kvpool.device.regions import BLOCKS_MAX
+from kvpool.errors import (
     OutOfBlocks,
     PoolBusy,
     PoolClosed,
     ReservationExpired,
 )
-from kvpool.common.process import Closing, Process
-from kvpool.device.regions import BLOCKS_MAX
 from kvpool.hostcache.gone_keys import GoneKeys
 from kvpool.hostcache.host_events import HostEvent, decoded
 from kvpool.hostcache.host_lease import HostLease

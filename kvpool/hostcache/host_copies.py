@@ -16,7 +16,6 @@ from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.paged import PagedKV, Plane
 from kvpool.common.arrays.strided import as_strided
-from kvpool.common.errors import PoolClosed
 from kvpool.common.jit import jit
 from kvpool.common.process import Closing, Process
 from kvpool.device import get_device
@@ -24,6 +23,7 @@ from kvpool.device.base import NULL_EVENT, Device, DeviceEvent
 from kvpool.device.cuda import device_at
 from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, TO, Layers, Region
 from kvpool.device.work import Fragments
+from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 
 

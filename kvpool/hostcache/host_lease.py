@@ -6,7 +6,7 @@ from collections.abc import Callable, Container
 from types import TracebackType
 
 from kvpool.common.arrays import Int64s
-from kvpool.common.errors import LeaseExpired
+from kvpool.errors import LeaseExpired
 from kvpool.hostcache.tier import HostSlots
 
 

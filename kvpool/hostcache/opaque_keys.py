@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Int32s, Int64s, Uint8s
-from kvpool.common.errors import BlockNotFound
+from kvpool.errors import BlockNotFound
 from kvpool.state.hostcache import KEY_BYTES, KEY_WORDS
 
 # Read-only, like the data of keys: so the verbs are compiled once.

@@ -14,11 +14,11 @@ import numpy as np
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
 from kvpool.common.arrays.strided import as_strided
-from kvpool.common.errors import InsufficientMemory, PoolClosed
 from kvpool.common.process import Closing, stays_here
 from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 from kvpool.device.memory.main_memory import MainMemory, SharedMemory, available_ram
 from kvpool.device.regions import BLOCKS_MAX
+from kvpool.errors import InsufficientMemory, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 
 VERSION = 1

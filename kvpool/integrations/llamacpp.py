@@ -26,8 +26,8 @@ import numpy as np
 
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Closing
+from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.integrations.llamacpp_settings import (
     LORA,

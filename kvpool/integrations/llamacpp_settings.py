@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.common.arguments import token_array
 from kvpool.common.arrays import Int64s
-from kvpool.common.errors import did_you_mean
+from kvpool.errors import did_you_mean
 
 LORA = "lora"
 HARMLESS = frozenset(

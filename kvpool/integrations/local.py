@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpool.common.arrays import Bools, Int64s, Uint8s
-from kvpool.common.errors import BlockNotFound, OutOfBlocks
+from kvpool.errors import BlockNotFound, OutOfBlocks
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 from kvpool.common.arguments import text_argument
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Closing
+from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_stats import HostCacheStats
 from kvpool.integrations.metric_definitions import (

@@ -22,8 +22,8 @@ import numpy as np
 
 from kvpool.common.arguments import int64_array
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import BlockNotFound, PoolClosed
 from kvpool.common.process import Closing
+from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.integrations.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.integrations.options import MLX, UNNAMED, files_digest

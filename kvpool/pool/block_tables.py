@@ -10,10 +10,10 @@ import numpy as np
 from kvpool.common.arguments import Ids, each_argument, id_array
 from kvpool.common.arrays import Int32s, Int64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import DeviceError
 from kvpool.common.process import Closing
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
+from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.tables.block_table import BlockTable, planes_argument, rows_argument
 from kvpool.pool.tables.snapshot import BlockTableUpload, CsrTableUpload, DenseTableUpload, stream_error, write_dense

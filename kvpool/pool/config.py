@@ -226,7 +226,7 @@ def split_blocks(
     >>> import kvpool
     >>> layout = kvpool.BlockLayout(layers=8, kv_heads=8, head_dim=64, tokens_per_block=16)
     >>> groups = [kvpool.LayerGroup(layout, window=window) for window in (1024, 4096, 8192)]
-    >>> kvpool.split_blocks(groups, 2**30, max_sequence_tokens=32768)
+    >>> kvpool.pool.split_blocks(groups, 2**30, max_sequence_tokens=32768)
     [315, 1260, 2521]
     """
     checked, width = groups_argument(groups, tokens_per_block)

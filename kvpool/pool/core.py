@@ -20,7 +20,10 @@ from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import read_only
 from kvpool.common.changes import Changes
-from kvpool.common.errors import (
+from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream
+from kvpool.device.memory.main_memory import available_ram
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.errors import (
     DeviceError,
     InsufficientMemory,
     OutOfBlocks,
@@ -28,9 +31,6 @@ from kvpool.common.errors import (
     PoolClosed,
     UnknownSequence,
 )
-from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream
-from kvpool.device.memory.main_memory import available_ram
-from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import PoolConfig
 from kvpool.pool.tables.block_table import own_table

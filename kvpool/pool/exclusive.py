@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from kvpool.common.changes import LockHold
-from kvpool.common.errors import PoolClosed
+from kvpool.errors import PoolClosed
 from kvpool.pool.core import Core
 
 Call = TypeVar("Call", bound=Callable[..., Any])

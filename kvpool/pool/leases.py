@@ -15,10 +15,10 @@ from kvpool.common.arrays import Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import read_only
 from kvpool.common.changes import LockHold
-from kvpool.common.errors import BlockNotFound, LeaseExpired, PoolClosed
 from kvpool.common.process import Closing
 from kvpool.device.base import Stream, StreamLike
 from kvpool.device.memory.pools import MemoryPools
+from kvpool.errors import BlockNotFound, LeaseExpired, PoolClosed
 from kvpool.pool.core import Core
 from kvpool.pool.exclusive import allowed_inside
 from kvpool.state import control, records

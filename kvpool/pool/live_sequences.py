@@ -23,8 +23,8 @@ from kvpool.common.arguments import (
 )
 from kvpool.common.arrays import Int32s, Int64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import OutOfSequences, counted
 from kvpool.device.base import StreamLike
+from kvpool.errors import OutOfSequences, counted
 from kvpool.pool import stats as statistics
 from kvpool.pool.exclusive import allowed_inside
 from kvpool.pool.hints import Hints, name_argument

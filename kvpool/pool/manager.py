@@ -22,12 +22,12 @@ from kvpool.common.arguments import (
 )
 from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
-from kvpool.common.errors import BlockNotFound, IntegrityError, PoolBusy
 from kvpool.common.process import Closing
 from kvpool.device import get_device
 from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
 from kvpool.device.memory.attachments import SharedTier, Sharing
 from kvpool.device.memory.export import Export, Lending, Loan, TierPlace
+from kvpool.errors import BlockNotFound, IntegrityError, PoolBusy
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
 from kvpool.pool.block_tables import BlockTables

@@ -15,9 +15,9 @@ import numpy as np
 from kvpool.common.arrays import Int32s, Int64s, Uint8s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import in_numpy, read_only
-from kvpool.common.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
 from kvpool.device.base import Stream, StreamLike
 from kvpool.device.memory.pools import MemoryPools
+from kvpool.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
 from kvpool.pool.config import Group, group_argument
 from kvpool.pool.core import Core
 from kvpool.pool.deadlines import Deadlines

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvpool.common.errors import DeviceError, PoolBusy, counted
+from kvpool.errors import DeviceError, PoolBusy, counted
 from kvpool.pool.core import Core
 from kvpool.pool.leases import Leases
 from kvpool.pool.reservations import Reservations

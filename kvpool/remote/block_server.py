@@ -14,8 +14,8 @@ import numpy as np
 
 from kvpool.common.arrays import Bools, Uint64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.common.process import Closing, stays_here
+from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.listener import ServerKeys, ServerSecret, check_endpoint

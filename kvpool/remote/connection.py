@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvpool.common.arrays.digest import check_library
-from kvpool.common.errors import KVPoolError
+from kvpool.errors import KVPoolError
 from kvpool.remote.connections import Flow
 from kvpool.remote.listener import ClientCredentials
 from kvpool.remote.session import (

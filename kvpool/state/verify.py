@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.common.arrays import Bools, Int32s, Int64s
-from kvpool.common.errors import IntegrityError
 from kvpool.common.jit import jit
+from kvpool.errors import IntegrityError
 from kvpool.state.arrays import State, States
 from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket

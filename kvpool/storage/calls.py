@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 
 from kvpool.common.arguments import id_array
-from kvpool.common.errors import BlockNotFound, PoolClosed, StoreBusy
+from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import (
     ABSENT,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.common.errors import BlockNotFound, KVPoolError, OutOfBlocks
+from kvpool.errors import BlockNotFound, KVPoolError, OutOfBlocks
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_lease import HostLease
 from kvpool.storage.mac import BlockNames

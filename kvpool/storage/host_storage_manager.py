@@ -12,8 +12,8 @@ from itertools import compress
 from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Closing, stays_here
+from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_lease import HostLease
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
 
-from kvpool.common.errors import StoreBusy
+from kvpool.errors import StoreBusy
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.storage.store import CODES, OK
 from kvpool.storage.store_requests import StoreRequest

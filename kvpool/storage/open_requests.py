@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 
 from kvpool.common.changes import Changes, from_handler
-from kvpool.common.errors import PoolClosed, StoreBusy
 from kvpool.common.threads import Bell
+from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.storage.callbacks import Callbacks
 from kvpool.storage.calls import StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog

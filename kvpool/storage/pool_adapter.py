@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvpool.common.arguments import Namespace
 from kvpool.common.arrays import Bools, Int32s, Uint64s
-from kvpool.common.errors import KVPoolError, PoolClosed
+from kvpool.errors import KVPoolError, PoolClosed
 from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.leases import Lease

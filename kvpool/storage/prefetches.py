@@ -13,9 +13,9 @@ from itertools import compress, islice, takewhile
 import numpy as np
 
 from kvpool.common.arrays import Bools
-from kvpool.common.errors import DeviceError, StoreBusy
 from kvpool.common.process import stays_here
 from kvpool.common.threads import Bell
+from kvpool.errors import DeviceError, StoreBusy
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H

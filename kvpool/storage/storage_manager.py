@@ -21,9 +21,9 @@ from kvpool.common.arguments import Namespace, bool_argument, list_argument, nam
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.arrays.strided import in_numpy
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Closing, stays_here
 from kvpool.common.threads import Bell
+from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.pool.events import Events
 from kvpool.pool.explain import Explanation, InStores

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.common.changes import Step
-from kvpool.common.errors import StoreBusy
+from kvpool.errors import StoreBusy
 from kvpool.storage.calls import NO_CODES
 from kvpool.storage.store import LATE, Rows
 from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, LOAD, SAVE, StoreRequest, Tombstones

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.common.arrays import Bools
-from kvpool.common.errors import BlockNotFound, StoreBusy
+from kvpool.errors import BlockNotFound, StoreBusy
 from kvpool.storage.choice import LoadAttempt, LoadPolicy
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import NO_LIMIT, OK, Bytes, Rows, Store

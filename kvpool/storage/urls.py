@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from kvpool.common.arguments import text_argument
-from kvpool.common.errors import did_you_mean
 from kvpool.common.sizes import parse_size
+from kvpool.errors import did_you_mean
 from kvpool.storage.store import Store, store_argument
 
 _KINDS = {

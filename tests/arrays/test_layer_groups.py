@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, LayerGroup, split_blocks
+from kvpool import BlockLayout, KVCacheManager, LayerGroup
+from kvpool.pool import split_blocks
 from kvpool.pool.config import capacities_argument, groups_argument
 
 

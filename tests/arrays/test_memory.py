@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError, InsufficientMemory, KVPoolError, PoolClosed
 from kvpool.device import CpuDevice, get_device
 from kvpool.device.memory.main_memory import available_ram
 from kvpool.device.memory.pools import BLOCKS_MAX, MemoryPools
+from kvpool.errors import DeviceError, InsufficientMemory, KVPoolError, PoolClosed
 from tests.device.regions import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, LAYOUTS, ids_of
 from tests.interop.arrays import aligned
 

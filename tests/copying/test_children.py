@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from numba.core.compiler_lock import global_compiler_lock
 
-from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager
+from kvpool import HostCache, HostTier, KVCacheManager
 from kvpool.common import jit
 from kvpool.device.memory.main_memory import SharedMemory
+from kvpool.errors import ForkedProcess
 from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.host_storage_manager import HostStorageManager

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from engine import Clock
 from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
-from kvpool import BlockNotFound, DeviceError, OutOfBlocks, PoolClosed
+from kvpool import OutOfBlocks, PoolClosed
 from kvpool.device.regions import SOURCE, TARGET
+from kvpool.errors import BlockNotFound, DeviceError
 from tests import debug
 from tests.seeds import seeds
 from tests.waiting import until

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvpool import BlockLayout, DeviceError, KVCacheManager
+from kvpool import BlockLayout, KVCacheManager
 from kvpool.device.base import NULL_STREAM, Stream, WrappedDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.device.sim import SimDevice
+from kvpool.errors import DeviceError
 from tests.children import in_child
 from tests.waiting import at_once
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvpool import BlockLayout, DeviceError, KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.device.sim import SimDevice
+from kvpool.errors import DeviceError
 from tests.race.lab import Lab
 from tests.race.test_races import X, Y, failing_lab, on_the_host
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
+from kvpool import BlockLayout, KVCacheManager, Lease
+from kvpool.errors import BlockNotFound
 from kvpool.tools.replay import ReplayConfig, Trace, read_trace, synthetic
 from tests import stress
 from tests.stress import EVENTS, ExpectedContents, Reader, Stress, StressConfig

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfBlocks
+from kvpool import BlockKeys, BlockLayout, KVCacheManager, OutOfBlocks
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import compare_exchange, load
+from kvpool.errors import BlockNotFound
 from kvpool.state import control, tiers
 from kvpool.state.records import BLOCK, change_word, group_at
 from tests.waiting import at_once

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.common.errors import DeviceError
 from kvpool.device.base import NULL_STREAM, Device, Stream, WrappedDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
+from kvpool.errors import DeviceError
 
 Predicate = Callable[[int, int, NDArray[np.int64]], bool]
 

@@ -12,7 +12,6 @@ import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import as_strided
-from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device import CpuDevice, get_device
 from kvpool.device.base import NULL_EVENT, NULL_STREAM, Device, Stream
 from kvpool.device.memory.main_memory import ALIGNMENT, SharedMemory
@@ -20,6 +19,7 @@ from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
 from kvpool.device.work import Fragments, TokenMoves
+from kvpool.errors import DeviceError, PoolClosed
 from tests.device import reference
 from tests.device.faults import FaultyDevice
 from tests.device.pools import (

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import StepTables
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.base import NULL_STREAM, STAGING, Device
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import StagedRows, StagedStep, StagedVectors, StepTargets, Table, staged_bytes
+from kvpool.pool import StepTables
 from steps import NAMES, arrays, check
 from tests.device import reference
 from tests.device.pools import make_pools, on_device, seen

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.common.errors import DeviceError
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.cuda import calibration, trials
@@ -35,6 +34,7 @@ from kvpool.device.cuda.calibration import (
 from kvpool.device.cuda.cuda_memory import link_of
 from kvpool.device.cuda.trials import measure
 from kvpool.device.work import Fragments
+from kvpool.errors import DeviceError
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
 

@@ -15,10 +15,10 @@ from asv_bench import gpu_bench
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError
 from kvpool.device import get_device
 from kvpool.device.cuda import close_unused, cuda_memory
 from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY, Driver, find_batch
+from kvpool.errors import DeviceError
 from tests.emulated import build
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device.base import NULL_STREAM, DeviceEvent
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import ALL_LAYERS, Region, Regions
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
 from kvpool.device.sim.shadow import Shadow
+from kvpool.errors import DeviceError, PoolClosed
 from tests.device import reference
 from tests.device.pools import as_moves, make_pools, sims
 from tests.device.regions import (

@@ -10,7 +10,6 @@ import pytest
 
 from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError, InsufficientMemory
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
@@ -18,6 +17,7 @@ from kvpool.device.cuda.calibration import PATHS
 from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS
 from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
+from kvpool.errors import DeviceError, InsufficientMemory
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver
@@ -270,7 +270,8 @@ def test_only_memory_of_this_device_is_bound() -> None:
 FAILED_FOR_GOOD = """
 import cupy
 import numpy as np
-from kvpool import BlockLayout, DeviceError, KVCacheManager, PoolClosed
+from kvpool import BlockLayout, KVCacheManager, PoolClosed
+from kvpool.errors import DeviceError
 from tests.emulated import lab
 
 layout = BlockLayout(2, 2, 16, 4)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import InsufficientMemory, KVCacheManager, PagedKV, gather_kv, scatter_kv
+from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.cuda_memory import processors_near
 from kvpool.device.cuda.cuda_streams import UsedStreams
 from kvpool.device.memory.pools import MemoryPools
+from kvpool.errors import InsufficientMemory
 from tests.device.pools import as_moves
 from tests.emulated import lab
 from tests.emulated.lab import Driver

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvpool import DeviceError, PoolClosed
+from kvpool import PoolClosed
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
+from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, make_pools
 from tests.emulated import lab
 from tests.emulated.lab import Driver

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from engine import Bytes, Clock, Engine, Request, small_layout
-from kvpool import DeviceError, KVCacheManager, KVPoolError
+from kvpool import KVCacheManager, KVPoolError
 from kvpool.device.base import Stream
 from kvpool.device.cuda import CudaDevice
+from kvpool.errors import DeviceError
 from tests.emulated import lab
 from tests.race import test_races as races
 from tests.race import test_sequence_races as drafts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.common.errors import DeviceError
 from kvpool.device.cuda import CudaDevice
+from kvpool.errors import DeviceError
 from tests.device import reference
 from tests.device.regions import assert_equal, images, make_regions, random_region_moves
 from tests.emulated import lab

@@ -11,8 +11,10 @@ import pytest
 from numba import cuda
 
 from engine import small_layout
-from kvpool import DeviceError, KVCacheManager, StepTables
+from kvpool import KVCacheManager
 from kvpool.device.cuda import CudaDevice
+from kvpool.errors import DeviceError
+from kvpool.pool import StepTables
 from steps import arrays, check, expected
 from tests.device.pools import on_device, seen
 from tests.emulated import lab
@@ -83,7 +85,9 @@ def test_a_launch_that_the_driver_refuses_is_an_error_and_the_next_one_goes_on(d
 FAILED_FOR_GOOD = """
 import cupy
 import numpy as np
-from kvpool import BlockLayout, DeviceError, KVCacheManager, PoolClosed, StepTables
+from kvpool import BlockLayout, KVCacheManager, PoolClosed
+from kvpool.errors import DeviceError
+from kvpool.pool import StepTables
 
 cache = KVCacheManager(BlockLayout(2, 2, 16, 4), device_blocks=3, device="cuda")
 sequence, step = cache.add_sequence([1, 2, 3, 4, 5]), StepTables(seq_lens=cupy.zeros(1, np.int32))

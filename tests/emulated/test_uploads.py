@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, StepTables
+from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice, native
 from kvpool.device.cuda.launcher import QUERIED_ABOVE
+from kvpool.errors import DeviceError
+from kvpool.pool import StepTables
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver

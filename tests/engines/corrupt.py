@@ -23,13 +23,13 @@ class FaultyCopies:
     def copy_in(self, blocks: Any, host_blocks: Any, **options: Any) -> Any:
         self._calls += bool(np.any(blocks))  # block 0 is vLLM's null block, by which copies are compiled
         if self._fault == "failing_stores" and self._calls % 2:
-            raise kvpool.DeviceError("a store that a test lets fail")
+            raise kvpool.errors.DeviceError("a store that a test lets fail")
         return self._copies.copy_in(blocks, host_blocks, **options)
 
     def copy_out(self, blocks: Any, host_blocks: Any, **options: Any) -> Any:
         self._calls += bool(np.any(blocks))
         if self._fault == "failing_loads" and self._calls % 2:
-            raise kvpool.DeviceError("a load that a test lets fail")
+            raise kvpool.errors.DeviceError("a load that a test lets fail")
         blocks, host_blocks = np.array(blocks), np.array(host_blocks)
         if len(host_blocks) > 1:
             if self._fault == "swapped":

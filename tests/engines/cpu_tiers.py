@@ -33,7 +33,7 @@ def _worker(spec: Any, kv_caches: Any, tier: kvpool.HostTier) -> OffloadingWorke
     first = spec.config.parallel.rank * spec.cpu_page_size_per_worker
     groups = [pieces(layers, spec.blocks_per_chunk, first) for layers in layers_of(kv_caches, False)]
     caches, places = zip(*((piece.cache, piece.place) for group in groups for piece in group), strict=True)
-    copies = kvpool.HostCopies(tier, caches, blocks_per_host_block=spec.blocks_per_chunk, places=places)
+    copies = kvpool.hostcache.HostCopies(tier, caches, blocks_per_host_block=spec.blocks_per_chunk, places=places)
     return _Worker(Transfers(copies, spec.num_chunks, spec.blocks_per_chunk, groups), False)
 
 

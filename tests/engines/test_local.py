@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool.common.errors import BlockNotFound
+from kvpool.errors import BlockNotFound
 from kvpool.integrations.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.integrations.options import MLX
 from kvpool.storage import MemoryStore, Space

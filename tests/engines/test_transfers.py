@@ -40,7 +40,9 @@ class Worker:
         self.tier = kvpool.HostTier(HOST_BLOCKS, max(LAYERS) * PAGES[0] * per, identity=IDENTITY)
         group_pieces = [piece for group in self.groups for piece in pieces([*map(LayerPages.whole, group)], per)]
         caches, places = [piece.cache for piece in group_pieces], [piece.place for piece in group_pieces]
-        self.copies = kvpool.HostCopies(self.tier, caches, blocks_per_host_block=per, places=places, device=self.device)
+        self.copies = kvpool.hostcache.HostCopies(
+            self.tier, caches, blocks_per_host_block=per, places=places, device=self.device
+        )
         self.transfers = Transfers(self.copies, HOST_BLOCKS, per)
 
     def write(self, group: int, blocks: Sequence[int]) -> np.ndarray:
@@ -182,7 +184,7 @@ class Failing:
     def copy_in(self, *arguments: Any, **options: Any) -> Any:
         self.calls += 1
         if self.calls in self.numbers:
-            raise kvpool.DeviceError("as the test asks")
+            raise kvpool.errors.DeviceError("as the test asks")
         return self.copies.copy_in(*arguments, **options)
 
 
@@ -241,7 +243,7 @@ def test_layers_with_blocks_of_different_sizes_have_places_of_their_own() -> Non
     group = pieces([*map(LayerPages.whole, tensors)], per, first_byte=16)
     assert [(len(piece.cache.bases[0]), piece.place.first_byte) for piece in group] == [(2, 16), (1, 48), (1, 144)]
     caches, places = [piece.cache for piece in group], [piece.place for piece in group]
-    copies = kvpool.HostCopies(tier, caches, blocks_per_host_block=per, places=places)
+    copies = kvpool.hostcache.HostCopies(tier, caches, blocks_per_host_block=per, places=places)
     transfers = Transfers(copies, 3, per, [group])
     transfers.store(1, transfers.parts([5, 1, 3], (3,), (0,), [2, 0]))
     assert [result.nbytes for result in transfers.finished()] == [3 * sum(widths)]
@@ -266,12 +268,12 @@ def test_what_is_not_memory_of_blocks_is_refused() -> None:
             pieces([LayerPages(np.zeros((4, 8), np.int8), 8, (run,))], 1)
     cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
     with pytest.raises(ValueError, match="places"):
-        kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[None, None])
+        kvpool.hostcache.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[None, None])
     with pytest.raises(
         ValueError, match=r"caches\[0\]: expected up to the 4 bytes of a host block from first_byte 4 on, got 8"
     ):
         place = HostPlace(4, 8, ((0, 8, 8),))
-        kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
+        kvpool.hostcache.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
 
 
 WRONG_PLACES: list[Any] = [
@@ -291,7 +293,7 @@ WRONG_PLACES: list[Any] = [
 def test_a_place_outside_of_the_host_blocks_is_refused(place: Any) -> None:
     cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
     with pytest.raises((TypeError, ValueError), match="places"):
-        kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
+        kvpool.hostcache.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
 
 
 @pytest.mark.parametrize(

@@ -171,12 +171,12 @@ def test_a_wrong_table_is_noticed(
     example: ModuleType, model: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decodes of one step read the blocks of another sequence."""
-    stage = kvpool.GraphTables.stage
+    stage = kvpool.pool.GraphTables.stage
 
     def wrong(tables: Any, ids: Any, *arguments: Any, **options: Any) -> None:
         stage(tables, [*ids[1:], ids[0]], *arguments, **options)
 
-    monkeypatch.setattr(kvpool.GraphTables, "stage", wrong)
+    monkeypatch.setattr(kvpool.pool.GraphTables, "stage", wrong)
     with opened(example, model, 400, 8) as engine:
         assert tokens_of(example.serve(engine, CHATS, TURNS, SEED)) != expected
 
@@ -187,7 +187,9 @@ def test_what_does_not_fit_is_said_before_anything_is_allocated(
 ) -> None:
     cupy = importlib.import_module("cupy")
     free = cupy.cuda.runtime.memGetInfo()[0]
-    with pytest.raises(kvpool.InsufficientMemory, match=f"{tier} tier asks for .* blocks for the tier") as caught:
+    with pytest.raises(
+        kvpool.errors.InsufficientMemory, match=f"{tier} tier asks for .* blocks for the tier"
+    ) as caught:
         example.check_memory(example.TINY, *blocks, cupy)
     assert caught.value.requested > caught.value.available
     assert cupy.cuda.runtime.memGetInfo()[0] == free

@@ -133,13 +133,13 @@ def test_a_wrong_block_table_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    dense, tables = kvpool.BlockTable.dense, []
+    dense, tables = kvpool.pool.BlockTable.dense, []
 
-    def wrong(self: kvpool.BlockTable) -> Any:
+    def wrong(self: kvpool.pool.BlockTable) -> Any:
         tables.append(dense(self))
         return broken([table.copy() for table in tables])
 
-    monkeypatch.setattr(kvpool.BlockTable, "dense", wrong)
+    monkeypatch.setattr(kvpool.pool.BlockTable, "dense", wrong)
     assert engine.main([]) == 1
     assert "the logits differ" in capsys.readouterr().out
 

@@ -89,6 +89,6 @@ def test_a_tier_beside_gives_back_the_bytes_that_it_got(example: ModuleType) -> 
     after = np.asarray(beside.load(kv, [b"b", b"a", b"c"], [0, 1, 7]))
     for target, source in ((0, 2), (1, 5), (7, 1), (3, 3)):
         assert (after[:, :, target] == before[:, :, source]).all()
-    with pytest.raises(example.kvpool.BlockNotFound):
+    with pytest.raises(example.kvpool.errors.BlockNotFound):
         beside.load(after, [b"d"], [0])
     beside.close()

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import KVCacheManager, Lease, Reservation
+from kvpool import KVCacheManager, Lease
+from kvpool.pool import Reservation
 from kvpool.tools.replay import synthetic
 from tests.engine import Clock
 from tests.golden.recorder import Recorder, record_batches

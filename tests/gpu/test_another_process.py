@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, DeviceError, KVCacheManager, PagedKV, PoolClosed, attach, gather_kv, scatter_kv
+from kvpool import BlockLayout, KVCacheManager, PagedKV, PoolClosed, attach, gather_kv, scatter_kv
 from kvpool.device.cuda import open_gpu_memory
 from kvpool.device.memory.main_memory import GpuMemory
+from kvpool.errors import DeviceError
 from tests.gpu.conftest import GPU, real_cupy
 from tests.share.processes import drop_while_capturing, fill_and_close, load, on_device
 from tests.share.spawned import Spawn

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import DeviceError, GraphTables, KVCacheManager, PoolClosed, StepTables
+from kvpool import KVCacheManager, PoolClosed
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import unusable
+from kvpool.errors import DeviceError
+from kvpool.pool import GraphTables, StepTables
 from steps import GARBAGE, NAMES, arrays, check, expected
 from tests import emulated
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, StepTables
+from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import fragments
 from kvpool.device.base import Stream
 from kvpool.device.cuda import cuda_device as cuda
+from kvpool.pool import StepTables
 from tests import emulated
 
 pytestmark = pytest.mark.gpu

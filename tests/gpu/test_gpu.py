@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, PagedKV, PoolBusy, PoolClosed, gather_kv, scatter_kv
+from kvpool import KVCacheManager, PagedKV, PoolClosed, gather_kv, scatter_kv
 from kvpool.__main__ import main
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import get_device
@@ -22,6 +22,7 @@ from kvpool.device.cuda.trials import measure
 from kvpool.device.fragments import Cutter
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import StagedRows, staged_bytes, write_rows
+from kvpool.errors import PoolBusy
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV, StagingBuffers, gather_kv
+from kvpool import HostCache, HostTier, ModelIdentity, PagedKV, StagingBuffers, gather_kv
 from kvpool.device.cuda import CudaDevice
+from kvpool.hostcache import HostCopies
 
 pytestmark = pytest.mark.gpu
 IDENTITY = ModelIdentity("toy", "r1", "uint8", "pages", "1")

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, PoolBusy
+from kvpool import BlockLayout, KVCacheManager
 from kvpool.common.arrays import dlpack
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.cuda import CudaDevice
+from kvpool.errors import PoolBusy
 from tests.gpu.machines import Machine
 from tests.interop.arrays import LAYOUT, aligned, described, open_pool
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import DeviceError, KVCacheManager, LayerGroup, StepTables
+from kvpool import KVCacheManager, LayerGroup
+from kvpool.errors import DeviceError
+from kvpool.pool import StepTables
 from steps import GARBAGE, NAMES, arrays, check, expected, spans
 
 pytestmark = pytest.mark.gpu

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, StridedArray
+from kvpool import KVCacheManager
 from kvpool.common.arrays import dlpack
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
+from kvpool.device.memory import StridedArray
 from kvpool.device.memory.pools import MemoryPools
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, assert_same_as_reference, put
 

@@ -11,8 +11,9 @@ import pytest
 
 from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins
 from groups_lab import make as make
-from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PagedKV, scatter_kv
+from kvpool import KVCacheManager, OutOfBlocks, PagedKV, scatter_kv
 from kvpool.device.cpu import CpuDevice
+from kvpool.errors import DeviceError
 from kvpool.pool.reservations import Share
 from tests.device.faults import FaultyDevice
 

@@ -13,8 +13,9 @@ import pytest
 
 from groups_lab import GroupEngine, T, pins
 from groups_lab import make as make
-from kvpool import BlockNotFound, KVPoolError, Lease, LeaseExpired, PoolClosed
+from kvpool import KVPoolError, Lease, PoolClosed
 from kvpool.device.cpu import CpuDevice
+from kvpool.errors import BlockNotFound, LeaseExpired
 from kvpool.pool.leases import Leases
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import BlockKeys, DeviceError, PoolClosed
+from kvpool import BlockKeys, PoolClosed
+from kvpool.errors import DeviceError
 from tests import debug
 
 Make = Callable[..., Engine]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from engine import Engine
-from kvpool import KVCacheManager, OutOfBlocks, PoolBusy, PoolClosed, Reservation, ReservationExpired
+from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
+from kvpool.errors import PoolBusy, ReservationExpired
+from kvpool.pool import Reservation
 from loading import load, picture
 
 Make = Callable[..., Engine]

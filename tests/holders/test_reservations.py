@@ -9,24 +9,12 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import (
-    BlockLayout,
-    DeviceError,
-    KVCacheManager,
-    KVPoolError,
-    OutOfBlocks,
-    OutOfSequences,
-    PagedKV,
-    PoolBusy,
-    PoolClosed,
-    Reservation,
-    ReservationExpired,
-    UnknownSequence,
-    scatter_kv,
-)
+from kvpool import BlockLayout, KVCacheManager, KVPoolError, OutOfBlocks, PagedKV, PoolClosed, scatter_kv
 from kvpool.device.base import DeviceEvent
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
+from kvpool.errors import DeviceError, OutOfSequences, PoolBusy, ReservationExpired, UnknownSequence
+from kvpool.pool import Reservation
 from loading import kv, load, picture
 from tests.sequences.test_arguments import ID_CALLS
 

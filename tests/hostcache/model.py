@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import count
 
-from kvpool import ReservationExpired
+from kvpool.errors import ReservationExpired
 from kvpool.state.records import DEFAULT_PRIORITY
 
 ABSENT, HERE, PENDING = range(3)

@@ -24,7 +24,7 @@ def work(pipe: Connection) -> None:
     description, rank, share = pipe.recv()
     with kvpool.HostTier.attach(description) as tier:
         pages, cache = cache_of(100 * rank, share)
-        with kvpool.HostCopies(tier, cache, first_byte=rank * share) as copies:
+        with kvpool.hostcache.HostCopies(tier, cache, first_byte=rank * share) as copies:
             pipe.send((tier.identity, tier.fingerprint))
             while True:
                 direction, blocks, slots = pipe.recv()

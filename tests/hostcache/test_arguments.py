@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpool import BlockLayout, BlockNotFound, HostCache, HostTier, ModelIdentity
+from kvpool import BlockLayout, HostCache, HostTier, ModelIdentity
+from kvpool.errors import BlockNotFound
 from tests.hostcache.conftest import IDENTITY, keys, store
 
 Make = Callable[..., HostCache]

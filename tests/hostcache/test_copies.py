@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import HostCache, HostCopies, HostSlots, HostTier, PagedKV, PoolClosed
+from kvpool import HostCache, HostTier, PagedKV, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import Stream
 from kvpool.device.sim import RaceError, SimDevice
+from kvpool.hostcache import HostCopies, HostSlots
 from tests.hostcache.conftest import IDENTITY
 from tests.hostcache.engines import LAYOUTS, SIZES, Paged, host_image, paged
 from tests.waiting import at_once

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool import HostCache, OutOfBlocks, PoolBusy, PoolClosed, ReservationExpired
+from kvpool import HostCache, OutOfBlocks, PoolClosed
+from kvpool.errors import PoolBusy, ReservationExpired
 from tests.hostcache.conftest import keys, look, store
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING

@@ -12,18 +12,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvpool import (
-    BlockNotFound,
-    HostCache,
-    HostSlots,
-    HostTier,
-    LeaseExpired,
-    Missed,
-    ModelIdentity,
-    OutOfBlocks,
-    PoolBusy,
-    PoolClosed,
-)
+from kvpool import HostCache, HostTier, ModelIdentity, OutOfBlocks, PoolClosed
+from kvpool.errors import BlockNotFound, LeaseExpired, PoolBusy
+from kvpool.hostcache import HostSlots
+from kvpool.pool import Missed
 from kvpool.state.hashing import block_key
 from tests import debug
 from tests.hostcache.conftest import IDENTITY, keys, look, store

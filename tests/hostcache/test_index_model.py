@@ -8,13 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import (
-    BlockNotFound,
-    HostCache,
-    HostLease,
-    OutOfBlocks,
-    ReservationExpired,
-)
+from kvpool import HostCache, OutOfBlocks
+from kvpool.errors import BlockNotFound, ReservationExpired
+from kvpool.hostcache import HostLease
 from kvpool.state.arrays import POLICIES
 from tests.hostcache.model import Entry, Model
 

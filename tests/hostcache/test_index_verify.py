@@ -11,7 +11,7 @@ import pytest
 from kvpool import (
     HostCache,
 )
-from kvpool.common.errors import IntegrityError
+from kvpool.errors import IntegrityError
 from kvpool.state.records import LINKED, PUBLISHED
 from kvpool.state.records import PENDING as STILL_PENDING
 from kvpool.state.verify import findings

@@ -17,7 +17,8 @@ import pytest
 from numba import config
 
 import kvpool
-from kvpool import BlockNotFound, HostCache, LeaseExpired, PoolClosed
+from kvpool import HostCache, PoolClosed
+from kvpool.errors import BlockNotFound, LeaseExpired
 from kvpool.state import hostcache
 from kvpool.state.saving import SAVERS
 from tests.desk import Ends

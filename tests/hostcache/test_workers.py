@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import ForkedProcess, HostCache, HostCopies, HostTier, HostTierDescription, PagedKV, PoolClosed
+from kvpool import HostCache, HostTier, PagedKV, PoolClosed
 from kvpool.device.memory import attachments
 from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier
+from kvpool.errors import ForkedProcess
+from kvpool.hostcache import HostCopies, HostTierDescription
 from kvpool.hostcache.tier import layout_of
 from tests.hostcache import processes
 from tests.hostcache.conftest import IDENTITY, keys

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+import kvpool
 from kvpool.__main__ import command_line
 from kvpool.integrations.metric_definitions import COUNTER, DEFINITIONS
 
@@ -28,7 +29,11 @@ PAGES = [
 WITH_EXAMPLES = [path for path in sorted((ROOT / "kvpool").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
 PUBLIC = (
     "kvpool",
+    "kvpool.device.memory",
     "kvpool.device.sim",
+    "kvpool.errors",
+    "kvpool.hostcache",
+    "kvpool.pool",
     "kvpool.tools.planner",
     "kvpool.integrations.kv_events",
     "kvpool.remote",
@@ -101,7 +106,10 @@ def test_the_documentation_builds_without_a_warning(built: Path) -> None:
 
 
 def public_names(module: ModuleType) -> set[str]:
-    """What a package offers: what its ``__init__`` imports by name from its own modules."""
+    """What a package offers: ``__all__``, or else what its ``__init__`` imports by name from its own modules."""
+    if hasattr(module, "__all__"):
+        above = kvpool.__all__ if module is not kvpool else ("__version__",)
+        return {f"{module.__name__}.{name}" for name in module.__all__ if name not in above}
     statement = f"from {module.__name__}"
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     statements = re.findall(r"from (\S+) import (.+)", text)

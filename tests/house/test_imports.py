@@ -21,6 +21,7 @@ SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("
 
 # A room imports only rooms above it. The files at the top of the package are rooms too.
 ROOMS = [
+    "errors",
     "common",
     "state",
     "device",

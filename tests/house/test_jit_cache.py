@@ -85,8 +85,8 @@ def make_sample(package: Path) -> Path:
     for name, text in MODULE_TEXTS.items():
         (package / f"{name}.py").write_text(text, encoding="utf-8")
     common = PACKAGE / "common"
-    names = ("__init__", "errors", "progress")
-    for source in [*(common / f"{name}.py" for name in names), *sorted((common / "jit").glob("*.py"))]:
+    sources = [PACKAGE / "errors.py", common / "__init__.py", common / "progress.py"]
+    for source in [*sources, *sorted((common / "jit").glob("*.py"))]:
         text = source.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
         (package / source.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
     return package

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, PagedKV, PoolBusy, StridedArray, gather_kv
+from kvpool import BlockLayout, PagedKV, gather_kv
 from kvpool.common.arrays.strided import as_strided
+from kvpool.device.memory import StridedArray
 from kvpool.device.sim import SimDevice
+from kvpool.errors import PoolBusy
 from tests.interop.arrays import FOREIGN, LAYOUT, DLPackOnly, GpuOnly, OldDLPack, aligned, open_pool
 from tests.waiting import until
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import InsufficientMemory, StridedArray
 from kvpool.device.base import WrappedDevice
 from kvpool.device.cpu import CpuDevice
+from kvpool.device.memory import StridedArray
 from kvpool.device.sim import SimDevice
+from kvpool.errors import InsufficientMemory
 from tests.interop.arrays import LAYOUT, DLPackOnly, GpuOnly, InterfaceOnly, aligned, open_pool
 
 BYTES = {"device": 6 * LAYOUT.block_bytes, "host": 5 * LAYOUT.block_bytes}

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, PoolClosed, StridedArray
+from kvpool import BlockLayout, KVCacheManager, PoolClosed
 from kvpool.common.arrays import dlpack
 from kvpool.common.arrays.strided import as_strided
+from kvpool.device.memory import StridedArray
 from tests.interop.arrays import LAYOUT, described, open_pool
 
 TYPES = {

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from groups_lab import FULL, NARROW, WIDE, WINDOWED, GroupEngine, T
-from kvpool import KVCacheManager, PagedKV, PoolBusy, gather_kv, scatter_kv
+from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
+from kvpool.errors import PoolBusy
 from tests.interop.arrays import aligned
 
 A = list(range(100, 140))

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import Export, KVPoolError, PoolBusy, PoolClosed
+from kvpool import KVPoolError, PoolClosed
 from kvpool.common.arrays import dlpack
+from kvpool.device.memory import Export
 from kvpool.device.sim import SimDevice
+from kvpool.errors import PoolBusy
 from tests.interop.arrays import DLPackOnly, open_pool
 
 ROOT = Path(__file__).resolve().parents[2]

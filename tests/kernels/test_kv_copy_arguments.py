@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import PagedKV, StridedArray, gather_kv, scatter_kv
-from kvpool.common.errors import DeviceError
+from kvpool import PagedKV, gather_kv, scatter_kv
 from kvpool.device import launches as copies
 from kvpool.device.launches import Grid, KvPlane, KvTokens
+from kvpool.device.memory import StridedArray
+from kvpool.errors import DeviceError
 from tests.kernels.caches import Sizes, make_cache
 from tests.kernels.shim import ShimLauncher
 from tests.kernels.test_kv_copy import as_memory

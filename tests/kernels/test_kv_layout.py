@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from kvpool import BlockLayout, PagedKV, StridedArray
+from kvpool import BlockLayout, PagedKV
 from kvpool.common.arrays.paged import LAYOUTS
+from kvpool.device.memory import StridedArray
 from tests.kernels.caches import AXES, Sizes, make_cache
 
 

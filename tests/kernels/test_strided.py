@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import StridedArray
 from kvpool.common.arrays.strided import as_strided
+from kvpool.device.memory import StridedArray
 
 
 class DLPackOnly:

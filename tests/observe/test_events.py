@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import Engine, EventReplay
-from kvpool import Event
+from kvpool.pool import Event
 from kvpool.pool.core import Names
 
 Make = Callable[..., Engine]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grouped import MIXES, Replay, cached, churn, pool_of, seed
-from kvpool import Event
+from kvpool.pool import Event
 
 
 @pytest.mark.parametrize("mix", MIXES)

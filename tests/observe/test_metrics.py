@@ -14,11 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Engine, small_layout
 from grouped import MIXES, T, cached, churn, encoded, pool_of, seed
-from kvpool import GroupStats, KVCacheManager
+from kvpool import KVCacheManager
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import SOURCE, TARGET, TOKENS
 from kvpool.integrations.metric_definitions import DEFINITIONS
 from kvpool.integrations.metrics import PoolMetrics
+from kvpool.pool import GroupStats
 from kvpool.pool.stats import Histogram, TierStats
 from kvpool.pool.transfer.traffic import Traffic
 from kvpool.state.arrays import GroupSizes, Settings, States

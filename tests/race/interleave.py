@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from kvpool.common.errors import KVPoolError
+from kvpool.errors import KVPoolError
 
 VISITS = 2
 LINES_MAX = 200_000

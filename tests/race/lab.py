@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from engine import Clock, Engine, Request, small_layout
-from kvpool import IntegrityError, KVCacheManager, KVPoolError, Lease
+from kvpool import KVCacheManager, KVPoolError, Lease
 from kvpool.device.base import Device, Stream
 from kvpool.device.regions import Layers
 from kvpool.device.sim import SimDevice
+from kvpool.errors import IntegrityError
 
 Wrap = Callable[[SimDevice], Device]
 

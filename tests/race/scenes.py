@@ -22,8 +22,9 @@ from numba.core import config
 
 import kvpool
 from engine import Clock, Engine, Request, small_layout
-from kvpool import KVCacheManager, Reservation
+from kvpool import KVCacheManager
 from kvpool.common.jit import intrinsics as atomics
+from kvpool.pool import Reservation
 from kvpool.pool.leases import Lease
 from kvpool.state import records
 from kvpool.state import records as fields

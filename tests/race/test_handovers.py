@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import GraphTables, KVCacheManager, PoolClosed
+from kvpool import KVCacheManager, PoolClosed
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.sim import RaceError, ScheduleFailed, SimDevice, explore
+from kvpool.pool import GraphTables
 from steps import GARBAGE, NAMES, arrays, check, expected
 from tests.race.lab import Lab
 

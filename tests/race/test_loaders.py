@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvpool import LoadTarget, Reservation, ReservationExpired
 from kvpool.device.base import Stream
+from kvpool.errors import ReservationExpired
+from kvpool.pool import LoadTarget, Reservation
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, Y, Z, cached, is_right, needs, run
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from engine import small_layout
-from kvpool import DeviceError, KVCacheManager, LayerGroup, LeaseExpired, PoolClosed
+from kvpool import KVCacheManager, LayerGroup, PoolClosed
 from kvpool.device.base import Device, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice, explore
+from kvpool.errors import DeviceError, LeaseExpired
 from tests.race.lab import Lab
 
 

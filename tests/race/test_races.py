@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpool import DeviceError
 from kvpool.device.base import Device, DeviceEvent, WrappedDevice
+from kvpool.errors import DeviceError
 from kvpool.state import records
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import DeviceError, KVCacheManager, Lease, LeaseExpired, PoolClosed
+from kvpool import KVCacheManager, Lease, PoolClosed
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
+from kvpool.errors import DeviceError, LeaseExpired
 from kvpool.pool.transfer.waits import STREAMS_KEPT
 from steps import arrays
 from tests.race.lab import Lab

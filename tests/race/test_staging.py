@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import DeviceError, IntegrityError, KVCacheManager, PoolClosed, StepTables
+from kvpool import KVCacheManager, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.work import StagedRows, Work
+from kvpool.errors import DeviceError, IntegrityError
+from kvpool.pool import StepTables
 from kvpool.pool.tables.staging import Buffer
 from steps import NAMES, arrays, check, expected
 from tests.race.lab import Lab

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockNotFound, OutOfBlocks
+from kvpool import OutOfBlocks
+from kvpool.errors import BlockNotFound
 from kvpool.state.policies.chains import AGENT
 from tests.race.lab import Lab
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from workers import Make, stored, worker
 
-from kvpool import ForkedProcess
+from kvpool.errors import ForkedProcess
 from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.remote import BlockClient, BlockServer, connections
 from tests.children import in_child

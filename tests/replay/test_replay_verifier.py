@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import ALL_LAYERS, Layers
+from kvpool.errors import DeviceError
 from kvpool.tools.replay.content import ranges, token_states
 from kvpool.tools.replay.verifier import VerificationError, Verifier, WatchedDevice
 

@@ -12,17 +12,8 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine
-from kvpool import (
-    BlockNotFound,
-    KVCacheManager,
-    Lease,
-    LeaseExpired,
-    OutOfBlocks,
-    OutOfSequences,
-    PoolBusy,
-    PoolClosed,
-    UnknownSequence,
-)
+from kvpool import KVCacheManager, Lease, OutOfBlocks, PoolClosed
+from kvpool.errors import BlockNotFound, LeaseExpired, OutOfSequences, PoolBusy, UnknownSequence
 from kvpool.state import records as fields
 from tests import debug
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine, small_layout
-from kvpool import InsufficientMemory, KVCacheManager, KVPoolError, OutOfBlocks, OutOfSequences, UnknownSequence
+from kvpool import KVCacheManager, KVPoolError, OutOfBlocks
 from kvpool.device import CpuDevice
+from kvpool.errors import InsufficientMemory, OutOfSequences, UnknownSequence
 from tests.seeds import seeds
 from tests.sequences.test_arguments import picture, refused
 

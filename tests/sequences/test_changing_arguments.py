@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from engine import Engine, small_layout
-from kvpool import BlockKeys, ModelIdentity, OutOfSequences, PagedKV, StepTables, UnknownSequence, scatter_kv
+from kvpool import BlockKeys, ModelIdentity, PagedKV, scatter_kv
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.base import Stream
+from kvpool.errors import OutOfSequences, UnknownSequence
+from kvpool.pool import StepTables
 from kvpool.tools.planner import Surveyor
 from kvpool.tools.replay.content import Request
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from engine import Engine, Request, small_layout
-from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PoolClosed, UnknownSequence
+from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream, WrappedDevice
 from kvpool.device.work import Work
+from kvpool.errors import DeviceError, UnknownSequence
 from tests import debug
 
 Make = Callable[..., Engine]

@@ -15,7 +15,8 @@ import pytest
 
 from engine import Engine, small_layout
 from failing import Rig
-from kvpool import BlockNotFound, KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
+from kvpool import KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
+from kvpool.errors import BlockNotFound
 from kvpool.state import verbs
 from tests import debug
 from tests.desk import Desk, Ends

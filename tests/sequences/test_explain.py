@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import BlockLayout, KVCacheManager, LayerGroup, Missed, UnknownSequence
+from kvpool import BlockLayout, KVCacheManager, LayerGroup
+from kvpool.errors import UnknownSequence
+from kvpool.pool import Missed
 
 Make = Callable[..., Engine]
 A, B = list(range(17)), list(range(100, 117))

@@ -10,7 +10,8 @@ import pytest
 
 from engine import Engine, Request
 from failing import Rig, on_host_only
-from kvpool import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
+from kvpool import OutOfBlocks
+from kvpool.errors import DeviceError, OutOfSequences, UnknownSequence
 from tests import debug
 
 Make = Callable[..., Engine]

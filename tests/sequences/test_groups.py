@@ -11,9 +11,10 @@ import pytest
 
 from engine import Engine, small_layout
 from group_engine import GroupsEngine
-from kvpool import BlockLayout, DeviceError, IntegrityError, KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import RaceError, SimDevice
+from kvpool.errors import DeviceError, IntegrityError
 from kvpool.state import records
 from kvpool.state.verify import verify
 from tests import debug

@@ -13,7 +13,8 @@ import pytest
 
 from engine import Engine
 from group_engine import GroupsEngine
-from kvpool import BlockKeys, UnknownSequence
+from kvpool import BlockKeys
+from kvpool.errors import UnknownSequence
 from kvpool.pool import keys as keys_module
 from kvpool.pool.keys import Scope
 

@@ -26,8 +26,10 @@ from numba.core import config
 import kvpool
 from changing import CASES, CHANGED, WALK, Case, given_to, scenes
 from changing_scenes import look, seen, watched
-from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, LoadTarget, storage
+from kvpool import BlockKeys, KVCacheManager, Lease, storage
 from kvpool.common.jit import jit
+from kvpool.hostcache import HostLease
+from kvpool.pool import LoadTarget
 from kvpool.storage import Forgotten, Prefetch, StoreRequest
 from steps import NAMES
 
@@ -222,24 +224,24 @@ IN_PLACE = {
 VERBS = (
     kvpool.KVCacheManager,
     kvpool.HostCache,
-    kvpool.HostCopies,
-    kvpool.HostCopy,
+    kvpool.hostcache.HostCopies,
+    kvpool.hostcache.HostCopy,
     kvpool.HostTier,
-    kvpool.HostLease,
-    kvpool.HostSlots,
+    kvpool.hostcache.HostLease,
+    kvpool.hostcache.HostSlots,
     kvpool.BlockKeys,
     kvpool.BlockLayout,
-    kvpool.GraphTables,
-    kvpool.Export,
+    kvpool.pool.GraphTables,
+    kvpool.device.memory.Export,
     kvpool.LayerGroup,
-    kvpool.LayerLoads,
+    kvpool.pool.LayerLoads,
     kvpool.Lease,
-    kvpool.LoadTarget,
+    kvpool.pool.LoadTarget,
     kvpool.ModelIdentity,
     kvpool.PagedKV,
-    kvpool.Reservation,
-    kvpool.StepTables,
-    kvpool.StridedArray,
+    kvpool.pool.Reservation,
+    kvpool.pool.StepTables,
+    kvpool.device.memory.StridedArray,
     storage.HostStorageManager,
     storage.StorageManager,
     storage.BlockNames,
@@ -248,7 +250,8 @@ VERBS = (
 """Public classes that callers make, or whose methods they call."""
 MADE_BY_THE_POOL = {
     # What calls return, and what describes a pool to another process: their methods take no arrays.
-    *"Admission Attachment BlockTable Event Events Explanation GroupStats HintAnswer HostCacheStats HostEvent".split(),
+    *"Admission Attachment BlockTable CloseReport Event Events Explanation GroupStats HintAnswer".split(),
+    *"HostCacheStats HostEvent".split(),
     *"HostTierDescription MissingBlocks Match Missed Plan RequestStats Reserved SharedTier Stats TierStats".split(),
     *(
         "BreakerStats",
@@ -266,14 +269,14 @@ MADE_BY_THE_POOL = {
     *("Store", "MemoryStore", "CircuitBreaker", "LoadOrCompute", "LoadPolicy"),
 }
 BUILT = {
-    kvpool.GraphTables,
-    kvpool.LayerLoads,
+    kvpool.pool.GraphTables,
+    kvpool.pool.LayerLoads,
     kvpool.Lease,
-    kvpool.LoadTarget,
-    kvpool.Reservation,
-    kvpool.HostLease,
-    kvpool.HostCopy,
-    kvpool.Export,
+    kvpool.pool.LoadTarget,
+    kvpool.pool.Reservation,
+    kvpool.hostcache.HostLease,
+    kvpool.hostcache.HostCopy,
+    kvpool.device.memory.Export,
 }
 """Classes that only the pool makes."""
 OF_THE_POOL = {
@@ -287,7 +290,7 @@ OF_THE_POOL = {
     ("HostCache", "publish_ordered"),
 }
 """Methods that parts of the pool call, and nobody else."""
-PACKAGES = kvpool, storage
+PACKAGES = kvpool, kvpool.pool, kvpool.hostcache, kvpool.device.memory, storage
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
@@ -338,7 +341,7 @@ def test_every_public_class_and_function_is_known_to_the_walk() -> None:
 
 
 def _public(package: Any) -> Iterator[tuple[str, Any]]:
-    names = kvpool.__all__ if package is kvpool else [name for name in vars(package) if not name.startswith("_")]
+    names = getattr(package, "__all__", None) or [name for name in vars(package) if not name.startswith("_")]
     for name in names:
         value = getattr(package, name)
         if getattr(value, "__module__", "").startswith("kvpool."):
@@ -355,6 +358,6 @@ def test_a_new_verb_with_an_array_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", sorted(NO_ARRAYS | IN_PLACE))
 def test_the_lists_name_arguments_that_exist(name: str) -> None:
     owner, _, argument = name.partition(".")
-    value = getattr(kvpool, owner, None) or getattr(storage, owner)
+    value = next(value for package in PACKAGES if (value := getattr(package, owner, None)))
     calls = [call for _, call in _methods(value)] if inspect.isclass(value) else [value]
     assert any(argument in _arguments(call) for call in calls)

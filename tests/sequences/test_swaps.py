@@ -11,7 +11,8 @@ import pytest
 from engine import Engine, Request
 from failing import Rig
 from group_engine import GroupsEngine
-from kvpool import DeviceError, OutOfBlocks, PoolBusy
+from kvpool import OutOfBlocks
+from kvpool.errors import DeviceError, PoolBusy
 from tests import debug
 from tests.sequences.test_arguments import ID_CALLS
 

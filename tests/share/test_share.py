@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, DeviceError, KVCacheManager, LayerGroup, PoolClosed, SharedTier, attach
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, PoolClosed, attach
 from kvpool.device.cuda import open_gpu_memory, unusable
+from kvpool.device.memory import SharedTier
 from kvpool.device.memory.attachments import SharedGroup, SharedPart
 from kvpool.device.memory.main_memory import GpuMemory, is_there, open_shared
+from kvpool.errors import DeviceError
 from tests.share.pools import LAYOUT, open_pool
 from tests.share.processes import attach_as_nobody, hold, own_pool
 from tests.share.spawned import Spawn

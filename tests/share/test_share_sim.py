@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from groups_lab import CROSS, FULL, RECURRENT, WINDOWED
-from kvpool import KVCacheManager, PagedKV, Reservation, ReservationExpired, attach, scatter_kv
+from kvpool import KVCacheManager, PagedKV, attach, scatter_kv
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.sim.shadow import Shadow
+from kvpool.errors import ReservationExpired
+from kvpool.pool import Reservation
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, Y, cached, run
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
-from kvpool.common.errors import IntegrityError
+from kvpool.errors import IntegrityError
 from kvpool.state.arrays import POLICY_BYTES, PolicyState
 from kvpool.state.policies.chains import AGENT, LRU
 from kvpool.state.policies.pauses import CLASSES, PAUSE_BINS, ROWS, TABLES, learn, worth

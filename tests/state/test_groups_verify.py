@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grouped import pool_of, seed
-from kvpool import IntegrityError
+from kvpool.errors import IntegrityError
 from kvpool.state.records import EMPTY
 from tests import debug
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, HintAnswer, KVCacheManager
+from kvpool import BlockLayout, KVCacheManager
+from kvpool.pool import HintAnswer
 from tests.engine import Clock
 from tests.golden.pools import SECRET
 

@@ -13,7 +13,9 @@ import pytest
 
 from engine import Engine
 from kvpool import BlockKeys
-from kvpool.common.errors import (
+from kvpool.device.base import Device
+from kvpool.device.cpu import CpuDevice
+from kvpool.errors import (
     BlockNotFound,
     InsufficientMemory,
     LeaseExpired,
@@ -21,8 +23,6 @@ from kvpool.common.errors import (
     PoolClosed,
     UnknownSequence,
 )
-from kvpool.device.base import Device
-from kvpool.device.cpu import CpuDevice
 from kvpool.pool.keys import Scope
 from kvpool.state import records
 from tests import debug
@@ -256,7 +256,7 @@ def test_the_id_of_a_sequence_that_has_ended_is_nobodys(make: Make) -> None:
 
 
 def test_a_pin_whose_copy_failed_is_not_a_pin(make: Make) -> None:
-    from kvpool.common.errors import DeviceError
+    from kvpool.errors import DeviceError
 
     device = Interceptor()
     from engine import small_layout
@@ -306,7 +306,7 @@ def test_a_clock_that_fails_leaves_nothing_pinned(make: Make) -> None:
 def test_a_failed_copy_is_accounted_for_without_the_callers_clock(make: Make) -> None:
     from engine import small_layout
     from kvpool import KVCacheManager
-    from kvpool.common.errors import DeviceError
+    from kvpool.errors import DeviceError
 
     gone: list[bool] = []
 

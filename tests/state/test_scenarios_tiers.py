@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool.common.errors import LeaseExpired, OutOfBlocks, PoolBusy
+from kvpool.errors import LeaseExpired, OutOfBlocks, PoolBusy
 from tests import debug
 
 Make = Callable[..., Engine]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine
-from kvpool.common.errors import IntegrityError
+from kvpool.errors import IntegrityError
 from kvpool.state import records as fields
 from kvpool.state import verify as verification
 from kvpool.state.arrays import State

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from group_engine import open_groups
-from kvpool import IntegrityError
 from kvpool.device.sim import SimDevice
+from kvpool.errors import IntegrityError
 from kvpool.state.verify import together, verify
 
 A = list(range(100, 148))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import StoreBusy
+from kvpool.errors import StoreBusy
 from kvpool.storage import ABSENT, CANCELLED, FAILED, OK, MemoryStore, StoreRequest, StoreWorker
 from kvpool.storage.circuit_breaker import CircuitBreaker
 from kvpool.storage.store import TAG_BYTES

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import HostCache, HostTier, Missed, OutOfBlocks, PoolClosed
+from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
+from kvpool.pool import Missed
 from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.host_cache_adapter import HostCacheAdapter
 from kvpool.storage.host_storage_manager import HostStorageManager

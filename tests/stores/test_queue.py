@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import PoolClosed, StoreBusy
+from kvpool import PoolClosed
+from kvpool.errors import StoreBusy
 from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreRequest, StoreWorker
 from kvpool.storage.mac import BlockNames
 from tests.stores.lab import (

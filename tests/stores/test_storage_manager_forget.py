@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import PoolBusy, PoolClosed, StoreBusy
+from kvpool import PoolClosed
+from kvpool.errors import PoolBusy, StoreBusy
 from kvpool.storage import Forgotten, MemoryStore, StorageManager
 from tests.engine import Engine
 from tests.stores.lab import Gate, Wrong, fail

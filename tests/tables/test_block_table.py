@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine, small_layout
-from kvpool import DeviceError, KVCacheManager, PoolClosed
+from kvpool import KVCacheManager, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, STAGING, Stream, WrappedDevice
 from kvpool.device.work import StagedRows, Work
+from kvpool.errors import DeviceError
 from tests.tables.uploads import picture
 
 Make = Callable[..., Engine]

@@ -11,7 +11,9 @@ import pytest
 import steps
 from engine import Engine
 from group_engine import GroupsEngine
-from kvpool import DeviceError, KVCacheManager, PoolClosed, StepTables, UnknownSequence
+from kvpool import KVCacheManager, PoolClosed
+from kvpool.errors import DeviceError, UnknownSequence
+from kvpool.pool import StepTables
 from steps import GARBAGE, NAMES, arrays, check, expected, same, spans
 from tests.tables.uploads import picture
 

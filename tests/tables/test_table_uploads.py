@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine, small_layout
-from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
+from kvpool import KVCacheManager, PoolClosed
 from kvpool.device.base import Stream
+from kvpool.errors import DeviceError, UnknownSequence
 from tests.tables.uploads import FORMS, Form, Late, picture, vectors
 
 Make = Callable[..., Engine]

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine import Engine
-from kvpool import DeviceError, KVCacheManager
+from kvpool import KVCacheManager
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.work import StagedVectors, Work
+from kvpool.errors import DeviceError
 from steps import GARBAGE, arrays, check, expected
 from tests import debug
 

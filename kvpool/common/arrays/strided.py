@@ -64,9 +64,10 @@ class StridedArray(Placed):
 
     Examples
     --------
-    >>> import kvpool, numpy as np
+    >>> import numpy as np
+    >>> from kvpool.device.memory import StridedArray
     >>> memory = np.arange(12, dtype=np.int16)
-    >>> kvpool.StridedArray(memory.ctypes.data, (3, 2), 2, strides=(8, 2), kind="i", owner=memory).host_view().tolist()
+    >>> StridedArray(memory.ctypes.data, (3, 2), 2, strides=(8, 2), kind="i", owner=memory).host_view().tolist()
     [[0, 1], [4, 5], [8, 9]]
     """
 

@@ -16,7 +16,6 @@ import numpy as np
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import StridedArray
-from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device.base import (
     BOUND_ALREADY,
     NOT_BOUND,
@@ -74,6 +73,7 @@ from kvpool.device.launches import BULK_CAPABILITY, Launch, move_kernel, token_m
 from kvpool.device.memory.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import ALL_LAYERS, Layers, Part, Region, Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
+from kvpool.errors import DeviceError, PoolClosed
 
 if TYPE_CHECKING:
     from types import ModuleType

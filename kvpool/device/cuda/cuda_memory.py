@@ -20,13 +20,13 @@ import numpy as np
 
 from kvpool.common.arrays import Int64s, Uint8s, dlpack
 from kvpool.common.arrays.strided import StridedArray, as_strided
-from kvpool.common.errors import DeviceError
 from kvpool.common.progress import shown_progress
 from kvpool.device.base import HostViews
 from kvpool.device.cuda.registrations import Hold, Registrar, Registration, Span, chunk_rows, pinned_ends, whole_pages
 from kvpool.device.cuda.runtime import Driver, RuntimeCalls, is_registered_already
 from kvpool.device.memory.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram
 from kvpool.device.work import StepTargets, Table, make_table
+from kvpool.errors import DeviceError
 
 SYSFS = Path("/sys")
 CHUNK_BYTES = 1 << 30

@@ -7,9 +7,9 @@ from collections import deque
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from kvpool.common.errors import DeviceError
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamGone
 from kvpool.device.cuda.runtime import GONE, NOT_READY, USABLE, RuntimeCalls, own_name, state_of
+from kvpool.errors import DeviceError
 
 _STREAMS_KEPT = 64
 

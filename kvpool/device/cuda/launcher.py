@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s, Uint8s
-from kvpool.common.errors import DeviceError
 from kvpool.device.base import Retired, Stream, stream_argument
 from kvpool.device.cuda import native
 from kvpool.device.cuda.cuda_streams import CudaEvent, EventPool
@@ -34,6 +33,7 @@ from kvpool.device.launches import (
     fragment_copies,
     kernel_source,
 )
+from kvpool.errors import DeviceError
 
 PENDING_BYTES_MAX = 64 << 20
 """The most bytes of all streams that kernels may not have read yet. That is the rows of two million fragments."""

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Int64s
-from kvpool.common.errors import DeviceError
 from kvpool.device.base import NULL_STREAM, Stream, StreamGone, stream_argument
 from kvpool.device.regions import BYTES, FROM, TO
+from kvpool.errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
 """The library of the driver."""

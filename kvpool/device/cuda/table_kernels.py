@@ -12,10 +12,10 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from kvpool.common.errors import DeviceError
 from kvpool.device.cuda import native
 from kvpool.device.cuda.runtime import LEGACY_STREAM, RuntimeCalls
 from kvpool.device.work import NAMES, StagedRows, StagedStep, ids_bytes, numbers_bytes
+from kvpool.errors import DeviceError
 
 THREADS, ROW_THREADS, _WARP = 128, 512, 32
 """The most threads of a thread block, for the tables of a step and for rows."""

@@ -12,13 +12,13 @@ import numpy as np
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import as_strided
-from kvpool.common.errors import DeviceError
 from kvpool.device.base import Device, Stream
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.cuda.calibration import PLAIN, Measurement, always
 from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.regions import BYTES, FROM, TO, Region
 from kvpool.device.work import Fragments
+from kvpool.errors import DeviceError
 
 FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 FRAGMENTS = (4, 64, 1024)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Closing
 from kvpool.device.base import TIERS, Device
 from kvpool.device.cuda import close_unused, open_gpu_memory
 from kvpool.device.memory.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
 from kvpool.device.memory.pools import MemoryPools, shaped
 from kvpool.device.regions import BLOCKS_MAX
+from kvpool.errors import PoolClosed
 
 VERSION = 1
 TEXT_BYTES_MAX = 1 << 20

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Uint8s
-from kvpool.common.errors import PoolClosed
+from kvpool.errors import PoolClosed
 
 ALIGNMENT = 4096
 """In bytes. Every allocation starts at a multiple of it, so that a block of whole pages lies on whole pages."""

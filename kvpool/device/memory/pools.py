@@ -12,9 +12,9 @@ import numpy as np
 from kvpool.common.arrays import Array, Int64s, dlpack
 from kvpool.common.arrays.layout import BlockLayout, PoolIds
 from kvpool.common.arrays.strided import StridedArray, as_strided
-from kvpool.common.errors import InsufficientMemory, PoolClosed
 from kvpool.device.base import TIERS, Device
 from kvpool.device.regions import BLOCKS_MAX, Part, Region
+from kvpool.errors import InsufficientMemory, PoolClosed
 
 ADDRESSABLE_BYTES = sys.maxsize // 2
 """A bound for the bytes of a tier if the size of memory is unknown."""

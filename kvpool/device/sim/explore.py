@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import KVPoolError
 from kvpool.device.sim.scheduler import Choices
 from kvpool.device.sim.sim_device import SimDevice
+from kvpool.errors import KVPoolError
 
 _WHOLE_MOVE = 2**62
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from kvpool.common.arrays import Int64s
-from kvpool.common.errors import KVPoolError
 from kvpool.device.regions import ALL_LAYERS, SOURCE, TARGET, TOKENS, Layers
+from kvpool.errors import KVPoolError
 
 _SIM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(_SIM))) + os.sep

@@ -15,7 +15,6 @@ from kvpool.common.arrays import Array, Int64s, Uint8s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import StridedArray
 from kvpool.common.changes import from_handler
-from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device.base import (
     BOUND_ALREADY,
     NOT_BOUND,
@@ -54,6 +53,7 @@ from kvpool.device.sim.scheduler import (
 )
 from kvpool.device.sim.shadow import COMPARE, POISON, Findings, Shadow
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
+from kvpool.errors import DeviceError, PoolClosed
 
 _KINDS: dict[type, str] = {
     Fragments: "copy_fragments",

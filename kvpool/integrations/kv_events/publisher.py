@@ -15,9 +15,9 @@ import zmq
 
 from kvpool.common.arguments import bool_argument, text_argument
 from kvpool.common.arrays.layout import choice_argument, integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Closing, stays_here
 from kvpool.common.threads import Bell
+from kvpool.errors import PoolClosed
 from kvpool.integrations.kv_events.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.integrations.kv_events.replay_server import History, ReplayServer
 from kvpool.pool.events import Events

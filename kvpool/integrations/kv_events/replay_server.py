@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvpool.common.errors import PoolClosed
+from kvpool.errors import PoolClosed
 from kvpool.remote import connections
 from kvpool.remote.listener import binding
 

@@ -101,7 +101,7 @@ class _KnownRequest:
 
     keys: dict[bytes, None] = field(default_factory=dict)
     """its chunks"""
-    lease: kvpool.HostLease | None = None
+    lease: kvpool.hostcache.HostLease | None = None
     """of its load; vLLM gives it one at a time"""
     brought: dict[bytes, int] = field(default_factory=dict)
     """chunks of its load that came from a store and were not loaded before, with the number of the store"""
@@ -236,7 +236,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         # The host blocks that were reported to vLLM, and up to which event.
         self._reported, self._event = set[bytes](), 0
 
-    def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
+    def open_stores(self, description: kvpool.hostcache.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
         from kvpool.storage.choice import LoadOrCompute
         from kvpool.storage.host_storage_manager import HostStorageManager
@@ -509,7 +509,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
                 elif keys:
                     self._counts[STORED] += self._cache.publish(keys)
                 return
-            except kvpool.ReservationExpired:
+            except kvpool.errors.ReservationExpired:
                 # A deadline has passed since ``overdue`` was called.
                 continue
 

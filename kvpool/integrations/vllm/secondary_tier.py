@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvpool.common.arrays import Uint8s
-from kvpool.common.errors import StoreBusy
+from kvpool.errors import StoreBusy
 from kvpool.integrations.options import SEED, VLLM_TIER, lasting_identity
 from kvpool.integrations.vllm.spec import identity
 

@@ -66,7 +66,7 @@ _EVENTS = 1 << 16
 class HostMemory(connectors.KVConnectorHandshakeMetadata):
     """What a worker reports to the scheduler's process at the start: where its host memory is."""
 
-    description: kvpool.HostTierDescription
+    description: kvpool.hostcache.HostTierDescription
     stored_as: kvpool.ModelIdentity
     """whose KV the stores have"""
 
@@ -250,7 +250,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         """Whether all workers have one host memory."""
         self.block_bytes = chunk if self.shared else self.share
         """Bytes of a host block: in one memory those of all workers."""
-        self.description: kvpool.HostTierDescription | None = None
+        self.description: kvpool.hostcache.HostTierDescription | None = None
         """where the host memory is that all workers share, in a worker"""
 
     def _identity_in_stores(self) -> kvpool.ModelIdentity:
@@ -339,10 +339,12 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
             transfers.warm_up(len(groups))
         return KVPoolOffloadingWorker(transfers, groups[0][0].cache.memory == "device")
 
-    def get_copies(self, found: list[Piece]) -> kvpool.HostCopies:
+    def get_copies(self, found: list[Piece]) -> kvpool.hostcache.HostCopies:
         """A copy engine over this worker's part of the host memory."""
         caches, places = [piece.cache for piece in found], [piece.place for piece in found]
-        return kvpool.HostCopies(self.get_tier(), caches, blocks_per_host_block=self.blocks_per_chunk, places=places)
+        return kvpool.hostcache.HostCopies(
+            self.get_tier(), caches, blocks_per_host_block=self.blocks_per_chunk, places=places
+        )
 
     def get_tier(self) -> kvpool.HostTier:
         """This worker's own host memory, or that of all workers, which the first one makes. As many blocks as the first

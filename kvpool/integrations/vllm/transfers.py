@@ -13,7 +13,7 @@ import numpy as np
 from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.paged import PagedKV, Plane, check_strides
 from kvpool.common.arrays.strided import StridedArray, as_strided
-from kvpool.common.errors import DeviceError
+from kvpool.errors import DeviceError
 from kvpool.hostcache.host_copies import HostCopies, HostCopy, HostPlace
 
 

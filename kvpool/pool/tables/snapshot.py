@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from kvpool.common.arrays import Int64s
-from kvpool.common.errors import DeviceError
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import array_at, memcpy
 from kvpool.device.base import Device, Stream
 from kvpool.device.work import OFFSET, SCALE, START, StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
+from kvpool.errors import DeviceError
 from kvpool.pool.tables.staging import Buffer, Staging
 from kvpool.state.records import NONE, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, H, group_at, sequences_of
 from kvpool.state.requests import holes

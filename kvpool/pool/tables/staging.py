@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvpool.common.arrays import Uint8s
-from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device.base import STAGING, Device, DeviceEvent, Retired, Stream
 from kvpool.device.work import Table
+from kvpool.errors import DeviceError, PoolClosed
 from kvpool.pool.transfer.transfer import Transfer
 from kvpool.state import records
 

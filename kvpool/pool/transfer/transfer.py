@@ -28,12 +28,12 @@ import numpy as np
 
 from kvpool.common.arrays import Bools, Int64s
 from kvpool.common.changes import Changes, from_handler
-from kvpool.common.errors import DeviceError
 from kvpool.common.process import Process
 from kvpool.common.threads import Worker
 from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream, StreamGone
 from kvpool.device.regions import SOURCE, TARGET, TICKET, Layers
 from kvpool.device.work import TokenMoves
+from kvpool.errors import DeviceError
 from kvpool.pool.transfer.levels import Levels
 from kvpool.pool.transfer.traffic import Traffic
 from kvpool.pool.transfer.waits import Order, event_behind

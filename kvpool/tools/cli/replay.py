@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError, InsufficientMemory
 from kvpool.common.progress import shown_progress
+from kvpool.errors import DeviceError, InsufficientMemory
 from kvpool.integrations.options import POLICIES
 from kvpool.tools.cli import terminal
 from kvpool.tools.cli.terminal import FAILED, INTERRUPTED, OK, blaming_the_user, count_argument

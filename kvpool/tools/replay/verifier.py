@@ -14,10 +14,10 @@ import numpy as np
 
 from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import DeviceError, KVPoolError
 from kvpool.device.base import NULL_STREAM, Device, Stream, WrappedDevice
 from kvpool.device.regions import ALL_LAYERS, SOURCE, TARGET, TOKENS, Layers, Region
 from kvpool.device.sim import SimDevice
+from kvpool.errors import DeviceError, KVPoolError
 from kvpool.tools.replay.content import Difference, KVBytes, States, ranges
 from kvpool.tools.replay.summary import Verified
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.common.arrays.layout import choice_argument, integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import stays_here
+from kvpool.errors import PoolClosed
 from kvpool.state.arrays import LRU, POLICIES
 from kvpool.storage.backends.disk import slot_index
 from kvpool.storage.backends.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header

@@ -17,8 +17,8 @@ from importlib import metadata
 from typing import Any
 
 from kvpool.common.arrays import Uint8s
-from kvpool.common.errors import ForkedProcess, PoolClosed
 from kvpool.common.process import stays_here
+from kvpool.errors import ForkedProcess, PoolClosed
 
 TESTED = "0.3.13.post1"
 PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")

@@ -19,8 +19,8 @@ import numpy as np
 
 from kvpool.common.arguments import text_argument
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import stays_here
+from kvpool.errors import PoolClosed
 from kvpool.storage.backends.mooncake import guarded_client as client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.shared_secret import default_place, read_or_make_secret, secret_argument

@@ -20,8 +20,8 @@ import numpy as np
 from kvpool.common.arguments import text_argument
 from kvpool.common.arrays import Bools
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.errors import PoolClosed
 from kvpool.common.process import stays_here
+from kvpool.errors import PoolClosed
 from kvpool.storage.backends.s3.pack_index import LOG_BYTES_MAX, NAME_BYTES, DropLog, Pack, PackIndex, whole
 from kvpool.storage.backends.shared_secret import default_place, read_or_make_secret, secret_argument
 from kvpool.storage.backends.tag_limits import TagLimits

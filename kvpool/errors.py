@@ -6,6 +6,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "BlockNotFound",
+    "DeviceError",
+    "ForkedProcess",
+    "InsufficientMemory",
+    "IntegrityError",
+    "KVPoolError",
+    "LeaseExpired",
+    "OutOfBlocks",
+    "OutOfSequences",
+    "PoolBusy",
+    "PoolClosed",
+    "ReservationExpired",
+    "StoreBusy",
+    "UnknownSequence",
+]
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that suggests the known name closest to ``name``, or "" if none is close."""
