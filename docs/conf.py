@@ -44,8 +44,8 @@ myst_enable_extensions = ["deflist"]
 def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:
     """Docstrings as napoleon wants them.
 
-    A parameter is written as ``name : what it is``, without its type, which the signature has: napoleon takes what
-    follows the colon for one. Prose behind the parameters gets a heading, since their section would not end without.
+    Where a parameter is written as ``name : what it is``, without its type, napoleon takes what follows the colon for
+    one. Prose behind the parameters gets a heading, since their section would not end without.
     """
     if what in ("attribute", "data", "property"):
         # Else what comes before the first colon is taken for a type.
@@ -55,6 +55,8 @@ def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: 
     for line, following in zip(lines, [*lines[1:], ""][: len(lines)], strict=True):
         heading = set(following) == {"-"}
         match = re.fullmatch(r"(\w[\w, ]*) : (.+)", line)
+        if match and following.startswith("    ") and len(line) < 80 and not line.endswith("."):
+            match = None  # a type, with the description below
         if heading:
             inside = line in ("Parameters", "Attributes")
         elif inside and not before and line and not (match or following.startswith(" ")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Literal
 
 __all__ = [
     "BlockNotFound",
@@ -42,18 +43,30 @@ class KVPoolError(Exception):
 class OutOfBlocks(KVPoolError):
     """A tier has fewer evictable blocks than the call needs. The pool is as it was before the call.
 
-    Attributes: ``tier`` ("device" or "host"), ``needed`` and ``free`` in blocks, and ``group``. ``group`` is the group
-    of layers if the pool has several, else None.
+    Attributes
+    ----------
+    tier : {"device", "host"}
+        The tier.
+    needed, free : int
+        Blocks that the call needs, and blocks that can be evicted.
+    group : int or None
+        The group of layers, if the pool has several.
     """
 
-    def __init__(self, tier: str, needed: int, free: int, group: int | None = None) -> None:
+    def __init__(self, tier: Literal["device", "host"], needed: int, free: int, group: int | None = None) -> None:
         where = f"{tier} tier" if group is None else f"{tier} tier of group {group}"
         super().__init__(f"{where}: {counted(needed, 'block')} needed, {free} free")
         self.tier, self.needed, self.free, self.group = tier, needed, free, group
 
 
 class OutOfSequences(KVPoolError):
-    """More sequences would live at once than ``max_sequences`` allows."""
+    """More sequences would live at once than ``max_sequences`` allows.
+
+    Attributes
+    ----------
+    needed, free : int
+        Sequences that the call would add, and that can be added.
+    """
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{counted(needed, 'sequence')} needed, {free} free: raise max_sequences")
@@ -79,8 +92,7 @@ class LeaseExpired(KVPoolError):
 
 
 class ReservationExpired(KVPoolError):
-    """The reservation has already been committed, aborted or revoked, or a reset has released it; or its deadline has
-    passed."""
+    """The reservation has been committed, aborted, revoked or reset, or its deadline has passed."""
 
 
 class PoolClosed(KVPoolError):
@@ -92,8 +104,17 @@ class PoolBusy(KVPoolError):
 
 
 class StoreBusy(KVPoolError):
-    """More blocks wait for a store than its queue takes. Attributes: ``store``, ``kind`` of the job, ``queued`` blocks,
-    and ``accepted`` blocks."""
+    """More blocks wait for a store than its queue takes.
+
+    Attributes
+    ----------
+    store : str
+        Name of the store.
+    kind : str
+        Kind of the request.
+    queued, accepted : int
+        Blocks in the queue, and blocks that it takes.
+    """
 
     def __init__(self, store: str, kind: str, queued: int, accepted: int) -> None:
         super().__init__(f"store {store!r}: {queued} blocks wait for a {kind}, {accepted} are accepted")
@@ -101,13 +122,22 @@ class StoreBusy(KVPoolError):
 
 
 class ForkedProcess(KVPoolError, RuntimeError):
-    """The object belongs to the process that made it. A child of ``os.fork()`` has neither its threads nor its
-    sockets."""
+    """The object belongs to the process that made it.
+
+    A child of ``os.fork()`` has neither its threads nor its sockets.
+    """
 
 
 class InsufficientMemory(KVPoolError, MemoryError):
-    """A tier does not fit into the memory that is available. ``requested`` and ``available`` are bytes. ``reason`` is
-    the system's message."""
+    """A tier does not fit into the memory that is available.
+
+    Attributes
+    ----------
+    tier : str
+        "device", "host", or "device and host" where both are one memory.
+    requested, available : int
+        Bytes.
+    """
 
     def __init__(self, tier: str, requested: int, available: int, reason: str = "") -> None:
         gib = 1 << 30
@@ -119,8 +149,13 @@ class InsufficientMemory(KVPoolError, MemoryError):
 
 
 class IntegrityError(KVPoolError, AssertionError):
-    """An invariant does not hold. Either kvpool has a bug, or other code has written to its memory. ``check`` names the
-    invariant."""
+    """An invariant does not hold. Either kvpool has a bug, or other code has written to its memory.
+
+    Attributes
+    ----------
+    check : str
+        Name of the invariant.
+    """
 
     def __init__(self, check: str, detail: str) -> None:
         super().__init__(f"{check}: {detail}")
@@ -128,11 +163,17 @@ class IntegrityError(KVPoolError, AssertionError):
 
 
 class DeviceError(KVPoolError):
-    """The device refused work. If the device refuses a copy, a sequence can lose a block. A later call for
-    that sequence raises this error: release the sequence. An upload of a block table raises it for its own work.
+    """The device refused work.
 
-    A device raises it with ``completed``, the number of moves of the batch that were enqueued before the error.
-    ``sticky`` says that every later call will fail too.
+    If the device refuses a copy, a sequence can lose a block. A later call for that sequence raises this error: release
+    the sequence. An upload of a block table raises it for its own work.
+
+    Attributes
+    ----------
+    completed : int
+        Copy ops of the batch that were enqueued before the error.
+    sticky : bool
+        Whether every later call will fail too.
     """
 
     def __init__(self, message: str, *, completed: int = 0, sticky: bool = False) -> None:

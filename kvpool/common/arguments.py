@@ -311,7 +311,19 @@ def milliseconds() -> int:
 
 
 class RetentionRange(NamedTuple):
-    """Tokens [start, end) of a prompt (``end`` None: to its end), for blocks whose first token is in this range."""
+    """How long to keep the blocks whose first token is in a range of a prompt's tokens.
+
+    Attributes
+    ----------
+    start : int
+        First token of the range.
+    end : int or None
+        One past its last token, or None for the end of the prompt.
+    priority : int
+        0 (evicted first) to 100 (evicted last).
+    ttl_ms : int, optional
+        Milliseconds after release from which the priority is that of other blocks. By default it never ends.
+    """
 
     start: int
     end: int | None

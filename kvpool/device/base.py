@@ -11,7 +11,7 @@ from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvpool.common.arrays import Array, Int64s, dlpack
-from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.layout import Tier, integer_argument
 from kvpool.common.arrays.strided import StridedArray
 from kvpool.device.memory.main_memory import GpuMemory, MainMemory, handle_of
 from kvpool.device.regions import ALL_LAYERS, Layers, Region
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 Item = TypeVar("Item")
-TIERS = ("device", "host")
+TIERS: tuple[Tier, Tier] = ("device", "host")
 STAGING = "staging"
 BOUND_ALREADY = "device: already bound to a pool; every pool needs a device of its own"
 NOT_BOUND = "device: not bound to a pool"
@@ -393,10 +393,11 @@ def stream_argument(stream: Any) -> Stream:
         ) from None
 
 
-def tier_argument(tier: Any) -> None:
-    """Raise ValueError unless ``tier`` names one."""
+def tier_argument(tier: object) -> Tier:
+    """Return the tier that ``tier`` names. Raises ValueError for anything else."""
     if tier not in TIERS:
         raise ValueError(f"tier: expected 'device' or 'host', got {tier!r:.80}")
+    return TIERS[TIERS.index(tier)]
 
 
 def _forwarded(name: str) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
-from kvpool.common.arrays.strided import as_strided
+from kvpool.common.arrays.strided import AnyArray, as_strided
 from kvpool.common.process import Closing, stays_here
 from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 from kvpool.device.memory.main_memory import MainMemory, SharedMemory, available_ram
@@ -164,7 +164,7 @@ class HostTier(Closing):
         block_bytes: int | BlockLayout | list[BlockLayout],
         *,
         identity: ModelIdentity,
-        memory: object = None,
+        memory: AnyArray | None = None,
     ) -> None:
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_of(identity, block_bytes)
@@ -184,7 +184,7 @@ class HostTier(Closing):
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
 
     @classmethod
-    def of(cls, cache: Any, *, memory: object = None) -> HostTier:
+    def of(cls, cache: Any, *, memory: AnyArray | None = None) -> HostTier:
         """The tier that belongs to a ``HostCache``."""
         return cls(cache.host_blocks, cache.block_bytes, identity=cache.identity, memory=memory)
 
@@ -255,7 +255,7 @@ def _allocate(nbytes: int) -> SharedMemory:
         raise InsufficientMemory("host", nbytes, available or 0, str(error)) from error
 
 
-def _given(memory: object, nbytes: int) -> Uint8s:
+def _given(memory: AnyArray, nbytes: int) -> Uint8s:
     """The caller's memory as flat bytes, in place."""
     strided = as_strided("memory", memory)
     if strided.memory != "host":

@@ -21,7 +21,7 @@ from kvpool.common.arguments import (
     ttl_argument,
 )
 from kvpool.common.arrays import Array, Int64s
-from kvpool.common.arrays.layout import BlockLayout, integer_argument
+from kvpool.common.arrays.layout import BlockLayout, Tier, integer_argument
 from kvpool.common.process import Closing
 from kvpool.device import get_device
 from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
@@ -379,7 +379,13 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
         return self._pools.host_pool
 
     def export(
-        self, tier: str = "device", *, writable: bool = True, raw: bool = False, group: int | None = None, part: int = 0
+        self,
+        tier: Tier = "device",
+        *,
+        writable: bool = True,
+        raw: bool = False,
+        group: int | None = None,
+        part: int = 0,
     ) -> Export:
         """A tier ("device" or "host") for arrays of other packages, in place: see ``Export``. Shaped like
         ``device_pool`` or ``host_pool``.
@@ -390,7 +396,7 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
         ``device_pools[group][part]`` or ``host_pools[group][part]``. Thread-safe; does not change the pool. Raises
         TypeError, ValueError, PoolClosed.
         """
-        tier_argument(tier)
+        tier = tier_argument(tier)
         g = self.core.config.group(group)
         place = TierPlace(tier, g, integer_argument("part", part, 0, len(self.core.config.groups[g].layouts) - 1))
         self.core.check_open()
@@ -400,7 +406,7 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
         lending = Lending(core.device, self._pools, self._loans, lambda: core.lock, core.check_open, core.follow)
         return Export.of_place(lending, place, bool_argument("writable", writable), bool_argument("raw", raw))
 
-    def share(self, tier: str = "device") -> SharedTier:
+    def share(self, tier: Tier = "device") -> SharedTier:
         """A description by which another process on this machine can attach a tier ("device" or "host"): see
         ``kvpool.attach``.
 
@@ -412,7 +418,7 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
         Close a pool on a GPU after its attachments; elsewhere the order does not matter. Thread-safe; does not change
         the pool. Raises ValueError for memory that cannot be shared, TypeError, DeviceError, MemoryError, PoolClosed.
         """
-        tier_argument(tier)
+        tier = tier_argument(tier)
         self.core.check_open()
         return self._sharing.describe(tier)
 

@@ -14,15 +14,17 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
-from kvpool.common.arrays import Array, Int64s
+from kvpool.common.arrays import Array, ElementType, Int64s
 from kvpool.common.arrays.dlpack import TYPE_CODES
 
-_ORDERS = ("layer_first", "block_first")
-_TOKEN_ORDERS = ("NHD", "HND")
+Tier: TypeAlias = Literal["device", "host"]
+BlockOrder: TypeAlias = Literal["layer_first", "block_first"]
+TokenOrder: TypeAlias = Literal["NHD", "HND"]
+Word = TypeVar("Word", bound=str)
 _EXTENT_MAX = 2**31 - 1
 
 # Types that NumPy has no name for are stored as integers of the same width. Only their bytes matter here.
@@ -30,7 +32,13 @@ _STORED_AS = {name: "uint16" if name == "bfloat16" else "uint8" for name in TYPE
 
 
 class BlockStrides(NamedTuple):
-    """Distances in bytes from one block, layer, plane, token or head of a tier to the next."""
+    """Distances in bytes from one block, layer, plane, token or head of a tier to the next.
+
+    Attributes
+    ----------
+    block, layer, plane, token, head : int
+        Bytes from one of them to the next.
+    """
 
     block: int
     layer: int
@@ -40,7 +48,21 @@ class BlockStrides(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """The part of a model's published configuration that determines the size of its KV."""
+    """The part of a model's published configuration that determines the size of its KV.
+
+    Attributes
+    ----------
+    layers : int
+        Number of layers, all of them with full attention.
+    kv_heads : int
+        Number of heads of K and of V, after grouping.
+    head_dim : int
+        Elements of a head.
+    planes : int, default 2
+        2 for K and V, 1 for MLA.
+    dtype : str, default "bfloat16"
+        The type in which the model was published.
+    """
 
     layers: int
     kv_heads: int
@@ -112,20 +134,20 @@ class BlockLayout:
 
     Parameters
     ----------
-    layers, kv_heads, head_dim, tokens_per_block
+    layers, kv_heads, head_dim, tokens_per_block : int
         Extents, each at least 1.
-    dtype
+    dtype : str, dtype or scalar type, default "float16"
         A NumPy integer, float or bool type of 1, 2, 4 or 8 bytes in native byte order, its name, or one of
         ``bfloat16``, ``float8_e4m3fn``, ``float8_e4m3fnuz``, ``float8_e5m2``, ``float8_e5m2fnuz``, ``float8_e8m0fnu``,
         which are stored as ``uint16`` or ``uint8``. The attribute holds the canonical name.
-    planes
+    planes : int, default 2
         2 for K and V, 1 for a single plane (MLA).
-    order
-        Of the device tier: ``"layer_first"`` is ``[layers, planes, blocks, ...]``, ``"block_first"`` is
+    order : {"layer_first", "block_first"}, default "layer_first"
+        The axes of the device tier. ``"layer_first"`` is ``[layers, planes, blocks, ...]``, ``"block_first"`` is
         ``[blocks, layers, planes, ...]``. The host tier is always block first, so that each of its blocks is
         contiguous.
-    tokens
-        Inside a block, in both tiers: ``"NHD"`` is ``[tokens, heads, head_dim]``, ``"HND"`` is
+    tokens : {"NHD", "HND"}, default "NHD"
+        The axes inside a block, in both tiers. ``"NHD"`` is ``[tokens, heads, head_dim]``, ``"HND"`` is
         ``[heads, tokens, head_dim]``.
 
     Raises
@@ -151,24 +173,54 @@ class BlockLayout:
     kv_heads: int
     head_dim: int
     tokens_per_block: int
-    dtype: Any = "float16"
+    dtype: ElementType = "float16"
     planes: int = 2
-    order: str = "layer_first"
-    tokens: str = "NHD"
+    order: BlockOrder = "layer_first"
+    tokens: TokenOrder = "NHD"
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "tokens_per_block"):
             object.__setattr__(self, name, integer_argument(name, getattr(self, name), 1, _EXTENT_MAX))
         object.__setattr__(self, "planes", integer_argument("planes", self.planes, 1, 2))
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        object.__setattr__(self, "order", choice_argument("order", self.order, _ORDERS))
-        object.__setattr__(self, "tokens", choice_argument("tokens", self.tokens, _TOKEN_ORDERS))
+        object.__setattr__(self, "order", choice_argument("order", self.order, get_args(BlockOrder)))
+        object.__setattr__(self, "tokens", choice_argument("tokens", self.tokens, get_args(TokenOrder)))
 
     @classmethod
     def for_model(
-        cls, name: str, *, tokens_per_block: int, dtype: Any = None, order: str = "layer_first", tokens: str = "NHD"
+        cls,
+        name: str,
+        *,
+        tokens_per_block: int,
+        dtype: ElementType | None = None,
+        order: BlockOrder = "layer_first",
+        tokens: TokenOrder = "NHD",
     ) -> BlockLayout:
-        """The layout of a model of ``PRESETS``. Without ``dtype``, it is the type in which the model was published."""
+        """Return the layout of a published model.
+
+        Parameters
+        ----------
+        name : str
+            A key of ``PRESETS``.
+        tokens_per_block : int
+            At least 1.
+        dtype : str, dtype or scalar type, optional
+            By default the type in which the model was published.
+        order : {"layer_first", "block_first"}, default "layer_first"
+            As for ``BlockLayout``.
+        tokens : {"NHD", "HND"}, default "NHD"
+            As for ``BlockLayout``.
+
+        Returns
+        -------
+        BlockLayout
+            The layout of all layers of the model.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument of the wrong type or value; the message names it.
+        """
         choice_argument("name", name, tuple(PRESETS))
         model = PRESETS[name]
         element_type = model.dtype if dtype is None else dtype
@@ -182,14 +234,37 @@ class BlockLayout:
         block_bytes: int,
         tokens_per_block: int,
         *,
-        dtype: Any = "uint8",
-        order: str = "layer_first",
-        tokens: str = "NHD",
+        dtype: ElementType = "uint8",
+        order: BlockOrder = "layer_first",
+        tokens: TokenOrder = "NHD",
     ) -> BlockLayout:
-        """A layout whose block has exactly ``block_bytes`` bytes, for tests and replays.
+        """Return a layout whose block has exactly ``block_bytes`` bytes, for tests and replays.
 
-        It has one head, and two layers and two planes if the bytes of a token can be divided that far. Raises
-        ValueError if ``block_bytes`` is not a whole number of elements for each token.
+        It has one head, and two layers and two planes if the bytes of a token can be divided that far.
+
+        Parameters
+        ----------
+        block_bytes : int
+            Bytes of a block, at least 1.
+        tokens_per_block : int
+            At least 1.
+        dtype : str, dtype or scalar type, default "uint8"
+            As for ``BlockLayout``.
+        order : {"layer_first", "block_first"}, default "layer_first"
+            As for ``BlockLayout``.
+        tokens : {"NHD", "HND"}, default "NHD"
+            As for ``BlockLayout``.
+
+        Returns
+        -------
+        BlockLayout
+            The layout.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument of the wrong type or value, and if ``block_bytes`` is not a whole number of elements for
+            each token.
         """
         block_bytes = integer_argument("block_bytes", block_bytes, 1, 2**62)
         tokens_per_block = integer_argument("tokens_per_block", tokens_per_block, 1, _EXTENT_MAX)
@@ -234,41 +309,111 @@ class BlockLayout:
         """Bytes of one token, all layers and planes."""
         return self.block_bytes // self.tokens_per_block
 
-    def axes(self, tier: str) -> str:
-        """The axes of a tier, outermost first: L is layers, P planes, B blocks, T tokens, H heads, D elements."""
+    def axes(self, tier: Tier) -> str:
+        """Return the axes of a tier, outermost first.
+
+        Parameters
+        ----------
+        tier : {"device", "host"}
+            The tier.
+
+        Returns
+        -------
+        str
+            Six letters: L is layers, P planes, B blocks, T tokens, H heads, D elements.
+        """
         outer = "LPB" if tier == "device" and self.order == "layer_first" else "BLP"
         return outer + ("THD" if self.tokens == "NHD" else "HTD")
 
     def device_shape(self, blocks: int) -> tuple[int, ...]:
-        """Shape of a device tier of ``blocks`` blocks (0 or more), elements."""
+        """Return the shape of a device tier.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks, 0 or more.
+
+        Returns
+        -------
+        tuple of int
+            Extents in elements, in the order of ``axes("device")``.
+        """
         return self.tier_shape("device", blocks)
 
     def host_shape(self, blocks: int) -> tuple[int, ...]:
-        """Shape of a host tier of ``blocks`` blocks (0 or more), elements."""
+        """Return the shape of a host tier.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks, 0 or more.
+
+        Returns
+        -------
+        tuple of int
+            Extents in elements, in the order of ``axes("host")``.
+        """
         return self.tier_shape("host", blocks)
 
-    def tier_shape(self, tier: str, blocks: int) -> tuple[int, ...]:
-        """``device_shape`` or ``host_shape``, by the name of the tier."""
+    def tier_shape(self, tier: Tier, blocks: int) -> tuple[int, ...]:
+        """Return ``device_shape`` or ``host_shape``, by the name of the tier.
+
+        Parameters
+        ----------
+        tier : {"device", "host"}
+            The tier.
+        blocks : int
+            Number of blocks, 0 or more.
+
+        Returns
+        -------
+        tuple of int
+            Extents in elements, in the order of ``axes(tier)``.
+        """
         blocks = integer_argument("blocks", blocks, 0, _EXTENT_MAX)
         extents = self.layers, self.planes, blocks, self.tokens_per_block, self.kv_heads, self.head_dim
         return tuple(extents["LPBTHD".index(axis)] for axis in self.axes(tier))
 
     def device_strides(self, blocks: int) -> BlockStrides:
-        """Strides of a device tier of ``blocks`` blocks (0 or more), bytes."""
+        """Return the strides of a device tier.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks, 0 or more.
+
+        Returns
+        -------
+        BlockStrides
+            In bytes.
+        """
         return self._strides("device", blocks)
 
     def host_strides(self, blocks: int) -> BlockStrides:
-        """Strides of a host tier of ``blocks`` blocks (0 or more), bytes."""
+        """Return the strides of a host tier.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks, 0 or more.
+
+        Returns
+        -------
+        BlockStrides
+            In bytes.
+        """
         return self._strides("host", blocks)
 
-    def _strides(self, tier: str, blocks: int) -> BlockStrides:
+    def _strides(self, tier: Tier, blocks: int) -> BlockStrides:
         shape, axes = self.tier_shape(tier, blocks), self.axes(tier)
         return BlockStrides(*(self.itemsize * math.prod(shape[axes.index(axis) + 1 :]) for axis in "BLPTH"))
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits. They are equal for two layouts exactly if a host block of one can be read as a block of the
-        other."""
+        """32 hex digits that identify what a host block holds.
+
+        They are equal for two layouts exactly if a host block of one can be read as a block of the other.
+        """
         shape = self.layers, self.planes, self.kv_heads, self.head_dim, self.tokens_per_block
         parts = *shape, self.dtype_name, self.tokens
         return hashlib.blake2b(repr(("kvpool host block", 1, *parts)).encode(), digest_size=16).hexdigest()
@@ -288,14 +433,14 @@ def integer_argument(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-def choice_argument(name: str, value: Any, accepted: tuple[str, ...]) -> str:
+def choice_argument(name: str, value: object, accepted: tuple[Word, ...]) -> Word:
     """The argument ``name`` as one of the accepted strings. Raises TypeError or ValueError."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected one of {', '.join(accepted)}, got {value!r:.80}")
     text = str.__str__(value)
     if text not in accepted:
         raise ValueError(f"{name}: expected one of {', '.join(accepted)}, got {text!r:.80}")
-    return text
+    return accepted[accepted.index(text)]
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s
-from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.arrays.strided import Placed, StridedArray, as_strided, read_only
+from kvpool.common.arrays.layout import BlockLayout, Tier
+from kvpool.common.arrays.strided import AnyArray, Placed, StridedArray, as_strided, read_only
 
 LAYOUTS: Mapping[str, str] = MappingProxyType(
     {
@@ -59,26 +59,64 @@ _NOT_AFFINE: Mapping[str, str] = MappingProxyType(
 PLANES_MAX = 4
 _SEARCHED = 100_000
 Name = TypeVar("Name")
+NestedArrays: TypeAlias = "AnyArray | Sequence[AnyArray] | Sequence[Sequence[AnyArray]]"
+"""An array, or lists of arrays along layers, planes, or both."""
 
 
 class Plane(NamedTuple):
-    """One plane of a paged cache, the same in every layer. Strides are bytes, 0 along an axis of one element."""
+    """One plane of a paged cache, the same in every layer.
+
+    Attributes
+    ----------
+    block_stride, token_stride, head_stride : int
+        Bytes from one block, token or head to the next, 0 along an axis of one element.
+    heads : int
+        Number of heads.
+    run_bytes : int
+        Contiguous bytes of one head of one token.
+    """
 
     block_stride: int
     token_stride: int
     head_stride: int
     heads: int
     run_bytes: int
-    """Contiguous bytes of one head of one token."""
 
     def span(self, blocks: int, tokens: int) -> int:
-        """The bytes from the first byte of so many blocks to the end of the last block."""
+        """Return the bytes from the first byte of the first block to the end of the last block.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks, 1 or more.
+        tokens : int
+            Tokens of a block.
+
+        Returns
+        -------
+        int
+            Bytes, gaps included.
+        """
         steps = zip(self[:3], (blocks, tokens, self.heads), strict=True)
         return sum(step * (extent - 1) for step, extent in steps) + self.run_bytes
 
     def at(self, address: int, blocks: int, tokens: int) -> Array:
-        """The bytes of so many blocks, the first of which is at an address. It says where they lie, and is not
-        read."""
+        """Return a view of the bytes of blocks, which shows where they lie and is not to be read.
+
+        Parameters
+        ----------
+        address : int
+            Address of the first block.
+        blocks : int
+            Number of blocks.
+        tokens : int
+            Tokens of a block.
+
+        Returns
+        -------
+        ndarray of uint8[blocks, tokens, heads, run_bytes]
+            It does not keep the memory alive.
+        """
         shape = blocks, tokens, self.heads, self.run_bytes
         where = {"version": 3, "shape": shape, "strides": (*self[:3], 1), "typestr": "|u1", "data": (address, True)}
         return np.asarray(SimpleNamespace(__array_interface__=where))
@@ -86,25 +124,27 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PagedKV(Placed):
-    """The memory of a paged KV cache that kvpool or anybody else owns. Made by ``of`` and ``of_pool``, which check it.
+    """The memory of a paged KV cache that kvpool or an engine owns. Made by ``of`` and ``of_pool``, which check it.
 
     The byte ``i`` of a head lies at ``bases[plane, layer] + block * block_stride + token * token_stride + head *
     head_stride + i``, with the strides of its plane.
 
     Attributes
     ----------
-    bases
-        int64[planes, layers], read-only: addresses of block 0, token 0, head 0.
-    planes
+    bases : ndarray of int64[planes, layers]
+        Addresses of block 0, token 0, head 0. Read-only.
+    planes : tuple of Plane
         Strides and extents, one for each plane.
-    blocks
-        Extent.
-    tokens_per_block
+    blocks : int
+        Number of blocks.
+    tokens_per_block : int
         A slot mapping names token ``slot % tokens_per_block`` of block ``slot // tokens_per_block``.
-    memory
-        ``"host"`` or ``"device"``.
-    writable
+    memory : {"host", "device"}
+        Which processor reads it without a copy. Pinned memory is host memory.
+    writable : bool
         Whether all of it may be written.
+    owner : object
+        Keeps the memory alive.
 
     Notes
     -----
@@ -124,17 +164,18 @@ class PagedKV(Placed):
     planes: tuple[Plane, ...]
     blocks: int
     tokens_per_block: int
-    memory: str
+    memory: Tier
     writable: bool
-    owner: Any = field(default=None, repr=False)
+    owner: object = field(default=None, repr=False)
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return int(self.bases.shape[1])
 
     @property
     def slots(self) -> int:
-        """How many tokens it has room for."""
+        """Number of tokens that fit in."""
         return self.blocks * self.tokens_per_block
 
     @cached_property
@@ -145,23 +186,28 @@ class PagedKV(Placed):
         return Plane(0, 0, 0, 1, end - begin).at(begin, 1, 1)
 
     @classmethod
-    def of(cls, arrays: Any, layout: str) -> PagedKV:
-        """The cache in ``arrays``: one array, or nested lists of arrays, as the layout says.
+    def of(cls, arrays: NestedArrays, layout: str) -> PagedKV:
+        """Describe the cache in one array, or in nested lists of arrays, as the layout says.
 
         Parameters
         ----------
-        arrays
+        arrays : array, or lists of arrays
             Anything that ``as_strided`` takes: arrays of any package, raw pointers as StridedArray. Any strides, gaps
             between blocks too, as long as the elements of a head are contiguous. All elements have the same size; the
             extents of H and D may differ from plane to plane where planes are lists.
-        layout
+        layout : str
             A name in ``LAYOUTS``, or axes in the same notation.
+
+        Returns
+        -------
+        PagedKV
+            The description. Nothing is copied.
 
         Raises
         ------
         TypeError, ValueError
-            For arrays that are none or do not fit the layout or each other; strides that are negative, overlap or break
-            the alignment of the elements; and layouts in which no stride leads from one token to the next.
+            For items that are not arrays, or do not fit the layout or each other; strides that are negative, overlap or
+            break the alignment of the elements; and layouts in which no stride leads from one token to the next.
         """
         lists, axes = _parse(layout)
         leaves = _leaves(arrays, lists, axes)
@@ -184,11 +230,27 @@ class PagedKV(Placed):
         return cls(read_only(bases), strides, blocks, tokens, memory, all(leaf.writable for leaf in owner), owner)
 
     @classmethod
-    def of_pool(cls, layout: BlockLayout, pool: Any, tier: str = "device") -> PagedKV:
-        """A tier of a kvpool pool: ``pool`` is shaped ``layout.device_shape(n)``, or ``layout.host_shape(n)`` for tier
-        ``"host"``.
+    def of_pool(cls, layout: BlockLayout, pool: AnyArray, tier: Tier = "device") -> PagedKV:
+        """Describe a tier of a kvpool pool.
 
-        Raises TypeError or ValueError as ``of`` does, and ValueError for a pool of another shape or item size.
+        Parameters
+        ----------
+        layout : BlockLayout
+            The pool's layout.
+        pool : array
+            Shaped ``layout.device_shape(n)``, or ``layout.host_shape(n)`` for tier ``"host"``.
+        tier : {"device", "host"}, default "device"
+            The tier.
+
+        Returns
+        -------
+        PagedKV
+            The description. Nothing is copied.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As ``of`` does, and for a pool of another shape or item size.
         """
         if tier not in ("device", "host"):
             raise ValueError(f"tier: expected 'device' or 'host', got {tier!r:.80}")

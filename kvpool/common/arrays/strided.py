@@ -6,15 +6,17 @@ import math
 from dataclasses import dataclass, field
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvpool.common.arrays import Array, dlpack
-from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays import Array, SupportsArrayInterface, SupportsCudaArrayInterface, SupportsDLPack, dlpack
+from kvpool.common.arrays.layout import Tier, integer_argument
 
 Own = TypeVar("Own")
-MEMORIES = ("host", "device")
+MEMORIES: tuple[Tier, ...] = ("host", "device")
+AnyArray: TypeAlias = "Array | SupportsDLPack | SupportsCudaArrayInterface | SupportsArrayInterface | StridedArray"
+"""An array of any package."""
 _AXES_MAX = 64
 _HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
 _PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
@@ -40,22 +42,22 @@ class StridedArray(Placed):
 
     Parameters
     ----------
-    address
-        Of the element with all indices 0.
-    shape
+    address : int
+        Address of the element with all indices 0.
+    shape : tuple of int
         Extents, each at least 0.
-    itemsize
+    itemsize : int
         Bytes of one element, at least 1.
-    strides
-        Bytes from an element to the next along each axis, of any sign; None is C order without gaps.
-    memory
-        ``"host"`` or ``"device"``: who can read it without asking. Pinned memory is host memory.
-    kind
-        As in NumPy: ``"i"``, ``"u"``, ``"f"``, ``"b"``; ``"V"`` where nobody said.
-    writable
+    strides : tuple of int, optional
+        Bytes from an element to the next along each axis, of any sign. By default C order without gaps.
+    memory : {"host", "device"}, default "host"
+        Which processor reads it without a copy. Pinned memory is host memory.
+    kind : str, default "V"
+        Kind of the elements as in NumPy: ``"i"``, ``"u"``, ``"f"``, ``"b"``, or ``"V"`` if it is not known.
+    writable : bool, default True
         Whether the owner allows writing.
-    owner
-        Whatever keeps the memory alive.
+    owner : object, optional
+        Keeps the memory alive.
 
     Raises
     ------
@@ -75,10 +77,10 @@ class StridedArray(Placed):
     shape: tuple[int, ...]
     itemsize: int
     strides: tuple[int, ...] | None = None
-    memory: str = "host"
+    memory: Tier = "host"
     kind: str = "V"
     writable: bool = True
-    owner: Any = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in _items("shape", self.shape))
@@ -103,7 +105,18 @@ class StridedArray(Placed):
         return self.strides
 
     def host_view(self) -> Array:
-        """The same elements as a NumPy array, which keeps ``owner`` alive. Raises ValueError for GPU memory."""
+        """Return the same elements as a NumPy array, which keeps ``owner`` alive.
+
+        Returns
+        -------
+        ndarray
+            A view.
+
+        Raises
+        ------
+        ValueError
+            For GPU memory.
+        """
         if self.memory != "host":
             raise ValueError("memory of a GPU has no view in NumPy")
         order = "|" if self.itemsize == 1 or self.kind == "V" else "="
@@ -128,17 +141,36 @@ def _items(name: str, value: Any) -> tuple[Any, ...]:
     return items
 
 
-def as_strided(name: str, array: Any) -> StridedArray:
-    """Where the elements of the argument ``name`` lie.
+def as_strided(name: str, array: AnyArray) -> StridedArray:
+    """Describe where the elements of an array lie.
 
-    Accepted are a StridedArray and objects with ``__cuda_array_interface__``, ``__array_interface__`` or
-    ``__dlpack__``. Nothing is copied, and no stream is waited for: the caller names the stream on which the elements
-    may be used. Raises TypeError for anything else. Raises ValueError for elements that are not whole bytes, and for
-    memory that belongs to neither the host nor a CUDA device.
+    Parameters
+    ----------
+    name : str
+        The argument that messages name.
+    array : array
+        A StridedArray, or an object with ``__cuda_array_interface__``, ``__array_interface__`` or ``__dlpack__``.
+
+    Returns
+    -------
+    StridedArray
+        The description, which keeps ``array`` alive.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    ValueError
+        For elements that are not whole bytes, and for memory that belongs to neither the host nor a CUDA device.
+
+    Notes
+    -----
+    Nothing is copied, and no stream is waited for: the caller names the stream on which the elements may be used.
     """
     if isinstance(array, StridedArray):
         return array
-    for attribute, memory in (("__cuda_array_interface__", "device"), ("__array_interface__", "host")):
+    protocols: tuple[tuple[str, Tier], ...] = (("__cuda_array_interface__", "device"), ("__array_interface__", "host"))
+    for attribute, memory in protocols:
         # Some packages raise for types that the protocol has no name for. They offer DLPack for those.
         try:
             interface = getattr(array, attribute, None)
@@ -154,7 +186,7 @@ def as_strided(name: str, array: Any) -> StridedArray:
     )
 
 
-def _from_interface(name: str, array: Any, interface: Any, memory: str) -> StridedArray:
+def _from_interface(name: str, array: Any, interface: Any, memory: Tier) -> StridedArray:
     if not isinstance(interface, dict) or not {"typestr", "data", "shape"} <= interface.keys():
         raise TypeError(f"{name}: expected an array interface with typestr, data and shape, got {interface!r:.80}")
     if interface.get("mask") is not None:

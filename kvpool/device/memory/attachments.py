@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.common.arrays.layout import BlockLayout, integer_argument
+from kvpool.common.arrays.layout import BlockLayout, Tier, integer_argument
 from kvpool.common.process import Closing
 from kvpool.device.base import TIERS, Device
 from kvpool.device.cuda import close_unused, open_gpu_memory
@@ -58,7 +58,7 @@ class SharedTier:
     others.
     """
 
-    tier: str
+    tier: Tier
     device: str
     groups: tuple[SharedGroup, ...]
     pid: int
@@ -185,7 +185,7 @@ class Sharing:
         self._lock, self._closed = threading.Lock(), False
         self._sign: SharedMemory | None = None
 
-    def describe(self, tier: str) -> SharedTier:
+    def describe(self, tier: Tier) -> SharedTier:
         """Describe a tier. Raises ValueError for memory that cannot be shared, DeviceError, MemoryError, PoolClosed."""
         pools, groups = self._pools, []
         for group, layouts in enumerate(pools.layouts):

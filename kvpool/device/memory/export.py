@@ -11,6 +11,7 @@ from weakref import WeakSet
 import numpy as np
 
 from kvpool.common.arrays import Array, dlpack
+from kvpool.common.arrays.layout import Tier
 from kvpool.common.arrays.strided import StridedArray
 from kvpool.device.base import Device
 from kvpool.device.memory.pools import MemoryPools
@@ -30,7 +31,7 @@ class Loan:
 class TierPlace(NamedTuple):
     """Which memory of a pool: a tier, a group of layers, and one part of the group."""
 
-    tier: str
+    tier: Tier
     group: int
     part: int
 
@@ -213,7 +214,7 @@ class Export:
         return self._lending.device.views.pinned(place)
 
     @property
-    def _memory(self) -> str:
+    def _memory(self) -> Tier:
         return "device" if self.__dlpack_device__()[0] == dlpack.CUDA else "host"
 
     def _lent(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s, dlpack
-from kvpool.common.arrays.layout import BlockLayout, PoolIds
+from kvpool.common.arrays.layout import BlockLayout, PoolIds, Tier
 from kvpool.common.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import TIERS, Device
 from kvpool.device.regions import BLOCKS_MAX, Part, Region
@@ -102,7 +102,8 @@ class MemoryPools:
         regions = _regions(self.layouts, counts, _allocate(device, needs, shared))
         self._regions: tuple[Region, ...] | None = regions
         self._bases = [
-            [[as_strided("pool", part[1 + i]).address for part in region.parts] for region in regions] for i in range(2)
+            [[as_strided("pool", tiers[i]).address for _, *tiers in region.parts] for region in regions]
+            for i in range(2)
         ]
         self._places = [_places(regions, self._bases, part) for part in range(max(map(len, self.layouts)))]
         try:
@@ -125,7 +126,7 @@ class MemoryPools:
     def host_pools(self) -> tuple[tuple[Array, ...], ...]:
         return self._shaped("host")
 
-    def _shaped(self, tier: str) -> tuple[tuple[Any, ...], ...]:
+    def _shaped(self, tier: Tier) -> tuple[tuple[Any, ...], ...]:
         arrays = []
         for group, (parts, *blocks) in enumerate(self._open()):
             each = (self.flat(tier, group, part) for part in range(len(parts)))
@@ -192,7 +193,7 @@ class MemoryPools:
             )
 
 
-def shaped(array: Any, layout: BlockLayout, tier: str, blocks: int) -> Any:
+def shaped(array: Any, layout: BlockLayout, tier: Tier, blocks: int) -> Any:
     """Flat memory of a tier as an array with the shape and the storage type of a layout."""
     return array.view(layout.storage_dtype).reshape(layout.tier_shape(tier, blocks))
 
@@ -253,7 +254,9 @@ def _places(regions: tuple[Region, ...], bases: list[list[list[int]]], part: int
 
 def _check_room(device: Device, needs: list[_Need]) -> None:
     """Raise InsufficientMemory if the device is known to have less than needed."""
-    sizes = {tier: sum(need.nbytes for need in needs if need.tier == tier and need.memory is None) for tier in TIERS}
+    sizes: dict[str, int] = {
+        tier: sum(need.nbytes for need in needs if need.tier == tier and need.memory is None) for tier in TIERS
+    }
     if device.one_memory:
         sizes = {"device and host": sum(sizes.values())} if sizes["host"] else {"device": sizes["device"]}
     for tiers, requested in sizes.items():

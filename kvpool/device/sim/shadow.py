@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s, Uint8s
-from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout, Tier
 from kvpool.common.arrays.strided import StridedArray
 from kvpool.device.base import TIERS
 from kvpool.device.cpu import HostPool
@@ -66,7 +66,7 @@ class Watched(NamedTuple):
         return cells
 
 
-def _by_token(memory: Uint8s, layout: BlockLayout, tier: str, blocks: int) -> Uint8s:
+def _by_token(memory: Uint8s, layout: BlockLayout, tier: Tier, blocks: int) -> Uint8s:
     """A tier of a part as uint8[blocks, tokens, ...]."""
     array, axes = memory.reshape(*layout.tier_shape(tier, blocks), layout.itemsize), layout.axes(tier)
     return np.moveaxis(array, (axes.index("B"), axes.index("T")), (0, 1))
