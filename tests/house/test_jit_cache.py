@@ -277,16 +277,70 @@ def test_every_private_name_of_numba_is_in_one_module_and_is_looked_for_before_i
     assert used - ours <= asked, used - ours - asked
 
 
+SLOW = """
+import sys, time
+from sample.common.jit import cache
+passed = 0.0
+def clock():
+    global passed
+    passed += float(sys.argv[1])
+    return passed
+cache.time = type("Slow", (), {"monotonic": staticmethod(clock), "sleep": time.sleep})
+"""
+LINE = r"sample: compiling, about [1-9]\d* s, once; it is kept in "
+
+
+@pytest.mark.parametrize("second", ["0.01", "1"])
+@pytest.mark.parametrize(
+    ("configure", "start"),
+    [
+        ("", ""),
+        ("logging.basicConfig()", "WARNING:kvpool.common.jit.announcer:"),
+        ("logging.getLogger('kvpool').addHandler(logging.NullHandler())", None),
+    ],
+    ids=["no log", "log", "another log"],
+)
+def test_a_library_reports_once_that_compiling_takes_seconds(
+    sample: Path, second: str, configure: str, start: str | None
+) -> None:
+    """It uses the log, and standard error where none is configured. ``second``: by how much the clock moves on at each
+    reading."""
+    shutil.rmtree(cache_of(sample))
+    for count in (int(second == "1" and start is not None), 0):
+        script = f"import logging\n{configure}\n{SLOW}{REPORT}"
+        done = subprocess.run(
+            [sys.executable, "-c", script, second], env=environment_of(sample), capture_output=True, text=True
+        )
+        assert json.loads(done.stdout)["values"] == VALUES, done.stderr
+        assert len(re.findall(f"^{start}{LINE}{cache_of(sample)}$", done.stderr, re.MULTILINE)) == count
+        assert "compiling" not in re.sub(LINE, "", done.stderr), "once; a second process loads it"
+
+
+def test_a_closed_standard_error_is_no_error(sample: Path) -> None:
+    for closed in ("sys.stderr = None", "sys.stderr.close()"):
+        shutil.rmtree(cache_of(sample), ignore_errors=True)
+        command = [sys.executable, "-c", f"{SLOW}\n{closed}\n{REPORT}", "1"]
+        done = subprocess.run(command, env=environment_of(sample), capture_output=True, text=True)
+        assert json.loads(done.stdout)["values"] == VALUES, closed
+
+
 @pytest.mark.exhaustive
-def test_a_terminal_is_notified_once_that_functions_are_compiled_and_a_pipe_is_not(sample: Path) -> None:
+def test_a_first_use_of_the_real_package_reports_that_it_compiles(tmp_path: Path) -> None:
+    environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": str(PACKAGE.parent)}
+    for count in (1, 0):
+        done = subprocess.run([sys.executable, "-c", LIFE], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stderr.count("kvpool: compiling, about ") == count, done.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_terminal_is_notified_once_above_the_bar(sample: Path) -> None:
     said = []
-    assert not report_of(sample)["said"]
     shutil.rmtree(cache_of(sample))
     for _ in range(2):
         master, slave = os.openpty()
         try:
             done = subprocess.run(
-                [sys.executable, "-c", REPORT], env=environment_of(sample), stdout=slave, stderr=slave
+                [sys.executable, "-c", SLOW + REPORT, "1"], env=environment_of(sample), stdout=slave, stderr=slave
             )
         finally:
             os.close(slave)
@@ -343,7 +397,7 @@ def test_second_process_of_the_real_package_compiles_nothing() -> None:
     runs = [
         subprocess.run([sys.executable, "-c", LIFE], env=environment, capture_output=True, text=True) for _ in range(2)
     ]
-    assert [(run.returncode, run.stderr) for run in runs] == [(0, "")] * 2
+    assert [run.returncode for run in runs] == [0, 0] and not runs[1].stderr
     assert runs[1].stdout.strip() == "0"
 
 

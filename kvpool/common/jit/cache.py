@@ -4,7 +4,7 @@ The name of a file stands for all that the code depends on: the bytecode of the 
 constants that they see, the types of the arguments, the processor, the settings and versions of the compiler. So no
 edit is missed, and an edit of a comment compiles nothing.
 
-At the end, ``announcer``: it says that functions are being compiled, on standard error or in the log of a library.
+At the end, ``announcer``: it reports that functions are being compiled, in the log or on standard error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numba.core import config
 
-from kvpool.common.progress import say, shown_progress, watched
+from kvpool.common.progress import say, shown_progress
 
 PACKAGE = __name__.partition(".")[0]
 _VERSIONED = {"numba", "numpy", "llvmlite", *sys.stdlib_module_names}
@@ -254,11 +254,13 @@ _LOOPS = 5
 
 
 class _Announcer:
-    """Says once that functions are being compiled, and about how long that takes. A terminal also sees how far it is.
-    It has no lock, since functions are compiled under a lock."""
+    """Reports once that functions are being compiled, and about how long that takes: for a command at once, else after
+    ``PATIENCE`` seconds of compiling. A terminal also gets a progress bar. It has no lock, since functions are compiled
+    under a lock."""
 
+    PATIENCE = 2.0
     speaks = False
-    """Whether standard error is told too where it is no terminal, as commands do. Else the log is."""
+    """Whether this is a command, which reports at once and on standard error."""
     compiled = 0
     _expected = REPLAY
     _helpers: Callable[[], int] = staticmethod(lambda: 1)
@@ -266,6 +268,11 @@ class _Announcer:
     """How many functions are compiled in all, this far and from here on; 0 before it was asked."""
     _update: Callable[[int], Any] | None = None
     """Moves the bar. Only while something is being compiled."""
+    _reported = False
+    _spent = 0.0
+    """Seconds of all earlier compilations."""
+    _begin = 0.0
+    """When the present one began."""
 
     @contextmanager
     def expecting(self, functions: int, helpers: Callable[[], int]) -> Iterator[None]:
@@ -286,26 +293,37 @@ class _Announcer:
         outer = self._update
         try:
             with nullcontext(outer) if outer else self._begun(stems) as self._update:
+                self._report()
                 yield
                 self.compiled += 1
                 self._update(1)
         finally:
             self._update = outer
+            if outer is None:
+                self._spent += time.monotonic() - self._begin
 
     def _begun(self, stems: Callable[[], set[str]]) -> AbstractContextManager[Callable[[int], Any]]:
         """What is shown from the first function on that is compiled for a caller, until it is ready."""
+        self._begin = time.monotonic()
         missing = self._expected - _kept(self._expected, stems) if not self._total else 0
         self._total = max(self._total or self.compiled + missing // self._helpers(), self.compiled + 1)
-        if not self.compiled:
-            root = cache_root()
-            kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
-            line = f"{PACKAGE}: compiling, about {_seconds(self._total)} s, {kept}"
-            with suppress(OSError, ValueError):  # nobody listens: standard error is closed, or a pipe that has ended
-                if watched() or self.speaks and sys.stderr is not None:
-                    say(line)
-                else:
-                    logging.getLogger("kvpool.common.jit.announcer").info(line)
         return shown_progress(self._total, " functions", initial=self.compiled)
+
+    def _report(self) -> None:
+        """Report it if it is time: on standard error for a command, and where no log is configured."""
+        spent = self._spent + time.monotonic() - self._begin
+        if self._reported or not (self.speaks or spent > self.PATIENCE):
+            return
+        self._reported = True
+        root = cache_root()
+        kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
+        line = f"{PACKAGE}: compiling, about {_seconds(self._total)} s, {kept}"
+        log = logging.getLogger("kvpool.common.jit.announcer")
+        with suppress(OSError, ValueError):  # nobody listens: standard error is closed, or a pipe that has ended
+            if log.hasHandlers() and not self.speaks:
+                log.warning(line)
+            elif sys.stderr is not None:
+                say(line)
 
 
 def _kept(most: int, stems: Callable[[], set[str]]) -> int:
