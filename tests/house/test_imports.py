@@ -155,16 +155,28 @@ def test_no_module_touches_private_members_of_another() -> None:
     assert not wrong, wrong
 
 
+def docstring_lines(tree: ast.AST) -> int:
+    """Lines of the docstrings of a file or function, and of the attributes in it."""
+    statements = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in statements)
+
+
 def test_files_open_with_their_purpose_and_fit() -> None:
     wrong = []
     for path in SOURCES:
         text, tree = path.read_text(encoding="utf-8"), tree_of(path)
         if tree.body and not ast.get_docstring(tree):
             wrong.append(f"{path}: no docstring")
-        if text.count("\n") >= 600:
-            wrong.append(f"{path}: 600 lines or more")
+        if text.count("\n") - docstring_lines(tree) >= 600:
+            wrong.append(f"{path}: 600 lines or more, without docstrings")
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        long = [node.name for node in functions if (node.end_lineno or node.lineno) - node.lineno >= 70]
+        long = [
+            node.name
+            for node in functions
+            if (node.end_lineno or node.lineno) - node.lineno - docstring_lines(node) >= 70
+        ]
         wrong += [f"{path}: more than 70 lines in {name}" for name in long]
     assert not wrong, wrong
 
