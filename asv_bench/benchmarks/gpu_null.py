@@ -73,7 +73,14 @@ class _Runtime:
         return 13000
 
     def getDeviceProperties(self, index: int) -> dict[str, Any]:
-        return {"name": b"null", "totalGlobalMem": 1 << 34, "major": 9, "minor": 0, "uuid": bytes(16)}
+        return {
+            "name": b"null",
+            "totalGlobalMem": 1 << 34,
+            "major": 9,
+            "minor": 0,
+            "multiProcessorCount": 132,
+            "uuid": bytes(16),
+        }
 
     def deviceGetPCIBusId(self, index: int) -> str:
         return "none"

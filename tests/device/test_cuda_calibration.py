@@ -31,7 +31,7 @@ from kvpool.device.cuda.calibration import (
     place,
     store,
 )
-from kvpool.device.cuda.cuda_memory import link_of
+from kvpool.device.cuda.runtime import Gpu, link_of
 from kvpool.device.cuda.trials import measure
 from kvpool.device.work import Fragments
 from kvpool.errors import DeviceError
@@ -152,16 +152,19 @@ def test_what_is_not_a_calibration_is_refused(tmp_path: Path, change: dict[str, 
 def test_what_was_measured_under_other_conditions_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another part of the GPU, another slot, other kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = calibration.conditions(132, "x16")
-    made = Calibration("gpu", 1, measured().measurements, here)
+    gpu = Gpu(0, "gpu", 1 << 30, 1, "9.0", 132, "x16")
+    made = calibration.made(gpu, measured().measurements)
     store(place("gpu", 1), made)
-    assert chosen(None, "gpu", 1, here) == made
+    assert chosen(None, gpu) == made
+
+    def is_refused(gpu: Gpu) -> str:
+        with pytest.warns(UserWarning, match="measured with 132 .*by rule until calibrate"):
+            assert chosen(None, gpu) == calibration.made(gpu)
+        return calibration.conditions(gpu)
+
+    others = {is_refused(gpu._replace(multiprocessors=16)), is_refused(gpu._replace(link="x8"))}
     monkeypatch.setitem(calibration.KERNELS, KERNEL, ("kv_copy.cu", "any"))
-    now = calibration.conditions(132, "x16")
-    for other in (now, calibration.conditions(16, "x16"), calibration.conditions(132, "x8")):
-        with pytest.warns(UserWarning, match="by rule until calibrate"):
-            assert chosen(None, "gpu", 1, other) == Calibration("gpu", 1, (), other)
-    assert len({here, now, calibration.conditions(16, "x16"), calibration.conditions(132, "x8")}) == 4
+    assert len({made.conditions, is_refused(gpu), *others}) == 4
 
 
 def test_the_link_is_what_both_ends_can_do(tmp_path: Path) -> None:

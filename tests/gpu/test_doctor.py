@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.__main__ import main
 from kvpool.device.cuda import calibration, describe_gpus
-from kvpool.device.cuda.calibration import Calibration, Measurement
+from kvpool.device.cuda.calibration import Measurement
 from tests import emulated
 
 pytestmark = pytest.mark.gpu
@@ -57,9 +57,11 @@ def test_the_calibration_is_named(capsys: Capture) -> None:
     gpu = describe_gpus()[0]
     path = calibration.place(gpu.name, gpu.driver)
     rows = (Measurement("onboard", 4096, 64, "plain", 5.0), Measurement("onboard", 4096, 64, "kernel", 40.0))
-    calibration.store(path, Calibration(gpu.name, gpu.driver, rows))
+    calibration.store(path, calibration.made(gpu, rows))
     _, text = answer(capsys)
     assert f"copies: ok, as measured in {path}" in text
+    calibration.store(path, calibration.made(gpu._replace(link="x4"), rows))
+    assert "copies: warning, chosen by rule: measured with 4 multiprocessors, link x4, " in answer(capsys)[1]
     path.write_text("no")
     assert "no calibration" in answer(capsys)[1]
 

@@ -178,7 +178,7 @@ def test_every_path_can_be_measured_and_is_kept(cupy: Any, monkeypatch: pytest.M
     assert {(m.direction, m.path) for m in calibration_made.measurements} >= set(
         product(DIRECTIONS, ("plain", "kernel", "bulk"))
     )
-    path = calibration.place(device.device_name, device.driver)
+    path = calibration.place(device.gpu.name, device.gpu.driver)
     assert calibration.load(path) == calibration_made
     device.close()
     device = CudaDevice()

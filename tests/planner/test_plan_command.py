@@ -16,6 +16,7 @@ from kvpool.__main__ import main
 from kvpool.common.arrays.layout import PRESETS, BlockLayout
 from kvpool.device import cuda
 from kvpool.device.cuda import calibration
+from kvpool.device.cuda.runtime import Gpu
 from kvpool.tools.planner import CapacityPlan, Machine, Surveyor, survey_of
 from kvpool.tools.replay import synthetic
 
@@ -274,16 +275,16 @@ def test_control_c_prints_the_plan_so_far(trace: str, capsys: Output, monkeypatc
 def test_bandwidth_is_what_the_gpu_was_calibrated_with(
     trace: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Gpu:
-        name, driver = "H1", 13000
-
+    gpu = Gpu(0, "H1", 1 << 30, 13000, "9.0", 132, "x16")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda, "unusable", lambda: None)
-    monkeypatch.setattr(cuda, "describe_gpus", lambda: [Gpu])
+    monkeypatch.setattr(cuda, "describe_gpus", lambda: [gpu])
     assert plan_of(capsys, trace)["machine"]["link_gb_per_second"] == 50
     speeds = (("onboard", 30.0), ("onboard", 41.0), ("offload", 99.0))
     rows = tuple(calibration.Measurement(direction, 1 << 20, 64, "batched", speed) for direction, speed in speeds)
     place = calibration.place("H1", 13000, {"XDG_CACHE_HOME": str(tmp_path)})
-    calibration.store(place, calibration.Calibration("H1", 13000, rows))
-    plan = plan_of(capsys, trace)
-    assert plan["machine"]["link_gb_per_second"] == 41 and plan["link"] == "as calibrated on H1"
+    for measured, bandwidth in ((gpu, 41), (gpu._replace(link="x8"), 50)):
+        calibration.store(place, calibration.made(measured, rows))
+        plan = plan_of(capsys, trace)
+        assert plan["machine"]["link_gb_per_second"] == bandwidth, "another link is none of this GPU's"
+        assert (plan["link"] == "as calibrated on H1") == (bandwidth == 41)

@@ -7,13 +7,14 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpool.device.cuda.runtime import Gpu
 from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source
 
@@ -147,28 +148,38 @@ def load(path: Path) -> Calibration | None:
         return None
 
 
-def conditions(multiprocessors: int, link: str) -> str:
+def conditions(gpu: Gpu) -> str:
     """What changes the figures of a GPU and is in neither its name nor the driver's version: the multiprocessors of a
     part of it, the link, and the kernels."""
     kernels = sha256("".join(cuda_source(source) for source, _ in KERNELS.values()).encode()).hexdigest()[:16]
-    return f"{multiprocessors} multiprocessors, link {link}, kernels {kernels}"
+    return f"{gpu.multiprocessors} multiprocessors, link {gpu.link}, kernels {kernels}"
 
 
-def chosen(choice: Calibration | str | None, device: str, driver: int, now: str = "") -> Calibration:
+def made(gpu: Gpu, measurements: Iterable[Measurement] = ()) -> Calibration:
+    """A calibration of a GPU under the conditions that there are now."""
+    return Calibration(gpu.name, gpu.driver, tuple(measurements), conditions(gpu))
+
+
+def stored(gpu: Gpu) -> Calibration | None:
+    """The stored calibration of a GPU, if there is one. Raises ValueError for one that was measured under other
+    conditions, and what ``load`` raises."""
+    calibration, now = load(place(gpu.name, gpu.driver)), conditions(gpu)
+    if calibration is not None and calibration.conditions != now:
+        raise ValueError(f"measured with {calibration.conditions}, and there are {now}")
+    return calibration
+
+
+def chosen(choice: Calibration | str | None, gpu: Gpu) -> Calibration:
     """The calibration that a device uses. It is ``choice`` (a calibration, or the name of a path); without that the
-    stored one, if it was measured under the conditions that there are ``now``; without that one that leaves every
-    choice to the rule."""
+    stored one; without that one that leaves every choice to the rule."""
     if choice is not None:
         return always(choice) if isinstance(choice, str) else choice
-    path = place(device, driver)
     try:
-        stored = load(path)
-        if stored is not None and stored.conditions != now:
-            raise ValueError(f"measured with {stored.conditions}, and there are {now}")
+        return stored(gpu) or made(gpu)
     except (OSError, ValueError) as error:
+        path = place(gpu.name, gpu.driver)
         warnings.warn(f"{path}: {error}; copies are chosen by rule until calibrate() is called", stacklevel=4)
-        stored = None
-    return stored or Calibration(device, driver, conditions=now)
+        return made(gpu)
 
 
 def keep(calibration: Calibration) -> None:

@@ -37,7 +37,6 @@ from kvpool.device.cuda.cuda_memory import (
     PinnedRange,
     allocatable,
     check_adopted,
-    link_of,
     open_memory,
     pinned_memory,
     zeroed_array,
@@ -234,19 +233,17 @@ class CudaDevice(Device):
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
         self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
-            gpu, link = gpus(runtime)[self.index], link_of(runtime.deviceGetPCIBusId(self.index))
-        self.device_name, self.driver, self.capability = gpu.name, gpu.driver, gpu.capability
+            self.gpu = gpus(runtime)[self.index]
         choice = calibration or os.environ.get(COPY_PATH)
         named = self.settings.copy_kernels
         self.kernels = {path for path in KERNELS if path == choice or path in (named or ())}
-        self.candidates = set(KERNELS) if named is None and _version(self.capability) >= _TESTED_FROM else set()
+        self.candidates = set(KERNELS) if named is None and _version(self.gpu.capability) >= _TESTED_FROM else set()
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
         self._launcher = CudaLauncher(
             self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
         )
-        self._conditions = calibrations.conditions(self._launcher.grid.multiprocessors, link)
-        self.calibration = calibrations.chosen(choice, self.device_name, self.driver, self._conditions)
+        self.calibration = calibrations.chosen(choice, self.gpu)
         self._batch = find_batch() if self._launcher.same_addresses else None
         self._engines = (PLAIN,) if self._batch is None else (PLAIN, BATCHED)
         self.crowded_copies = 0
@@ -401,7 +398,7 @@ class CudaDevice(Device):
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""
         usable = self.kernels | self.candidates if self._launcher.same_addresses else set()
-        if _version(self.capability)[0] < BULK_CAPABILITY:
+        if _version(self.gpu.capability)[0] < BULK_CAPABILITY:
             usable = usable - {BULK}
         # Bytes that are not whole words always take the other kernel.
         if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
@@ -478,7 +475,7 @@ class CudaDevice(Device):
             measurements = measure(device, paths, share=self._share)
         finally:
             device.close()
-        self.calibration = Calibration(self.device_name, self.driver, tuple(measurements), self._conditions)
+        self.calibration = calibrations.made(self.gpu, measurements)
         calibrations.keep(self.calibration)
         return self.calibration
 

@@ -23,12 +23,11 @@ from kvpool.common.arrays.strided import StridedArray, as_strided
 from kvpool.common.progress import shown_progress
 from kvpool.device.base import HostViews
 from kvpool.device.cuda.registrations import Hold, Registrar, Registration, Span, chunk_rows, pinned_ends, whole_pages
-from kvpool.device.cuda.runtime import Driver, RuntimeCalls, is_registered_already
+from kvpool.device.cuda.runtime import SYSFS, Driver, RuntimeCalls, is_registered_already
 from kvpool.device.memory.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram
 from kvpool.device.work import StepTargets, Table, make_table
 from kvpool.errors import DeviceError
 
-SYSFS = Path("/sys")
 CHUNK_BYTES = 1 << 30
 """How many bytes are registered at once. Some drivers refuse more, and progress could not be shown."""
 _TOUCHED_BYTES = 64 << 20
@@ -304,18 +303,6 @@ def processors_near(pci: str, sysfs: Path = SYSFS) -> frozenset[int] | None:
     except (OSError, ValueError):
         return None
     return processors or None
-
-
-def link_of(pci: str, sysfs: Path = SYSFS) -> str:
-    """The lanes of a PCI device, and the most that both ends of them can do. "unknown" where the system does not say:
-    the present speed is no answer, since an idle link is slow."""
-    device = (sysfs / "bus/pci/devices" / pci.lower()).resolve()
-    try:
-        lanes = (device / "current_link_width").read_text().strip()
-        speeds = {(end / "max_link_speed").read_text().strip() for end in (device, device.parent)}
-    except OSError:
-        return "unknown"
-    return f"x{lanes} {' and '.join(sorted(speeds))}"
 
 
 def _numbers(text: str) -> frozenset[int]:

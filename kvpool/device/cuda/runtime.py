@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from kvpool.errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
 """The library of the driver."""
+SYSFS = Path("/sys")
 # The version number asks for the interface of this CUDA version. Later drivers keep it.
 _CUDA_VERSION = 12080
 _LEGACY_STREAM_FLAG = 1
@@ -257,23 +259,38 @@ STICKY = frozenset(
 
 class Gpu(NamedTuple):
     """The driver's description of a GPU. Memory is in bytes; the driver's CUDA version is a number such as 13010 for
-    13.1; the compute capability is a text such as "9.0"."""
+    13.1; the compute capability is a text such as "9.0"; the link is that of ``link_of``."""
 
     number: int
     name: str
     memory: int
     driver: int
     capability: str
+    multiprocessors: int
+    """Fewer than its name says for a part of a GPU."""
+    link: str
 
 
 def gpus(runtime: Any) -> list[Gpu]:
-    """All GPUs that this process sees."""
-    driver = int(runtime.driverGetVersion())
-    properties = [runtime.getDeviceProperties(number) for number in range(runtime.getDeviceCount())]
-    return [
-        Gpu(number, gpu["name"].decode(), int(gpu["totalGlobalMem"]), driver, f"{gpu['major']}.{gpu['minor']}")
-        for number, gpu in enumerate(properties)
-    ]
+    """All GPUs that this process sees. No context is created."""
+    found, driver = list[Gpu](), int(runtime.driverGetVersion())
+    for number in range(runtime.getDeviceCount()):
+        gpu, link = runtime.getDeviceProperties(number), link_of(runtime.deviceGetPCIBusId(number))
+        size = int(gpu["totalGlobalMem"]), driver, f"{gpu['major']}.{gpu['minor']}", int(gpu["multiProcessorCount"])
+        found.append(Gpu(number, gpu["name"].decode(), *size, link))
+    return found
+
+
+def link_of(pci: str, sysfs: Path = SYSFS) -> str:
+    """The lanes of a PCI device, and the most that both ends of them can do. "unknown" where the system does not say:
+    the present speed is no answer, since an idle link is slow."""
+    device = (sysfs / "bus/pci/devices" / pci.lower()).resolve()
+    try:
+        lanes = (device / "current_link_width").read_text().strip()
+        speeds = {(end / "max_link_speed").read_text().strip() for end in (device, device.parent)}
+    except OSError:
+        return "unknown"
+    return f"x{lanes} {' and '.join(sorted(speeds))}"
 
 
 def status_of(error: BaseException | None) -> int | None:

@@ -218,7 +218,7 @@ def _copies(gpus: list[Any]) -> dict[str, Any] | None:
     path = calibration.place(gpus[0].name, gpus[0].driver)
     stored, problem = None, None
     try:
-        stored = calibration.load(path)
+        stored = calibration.stored(gpus[0])
     except (OSError, ValueError) as error:
         problem = str(error)
     return {

@@ -207,7 +207,7 @@ def _calibrated() -> tuple[float, str]:
     if not unusable():
         gpu = describe_gpus()[0]
         with suppress(OSError, ValueError):
-            stored = calibration.load(calibration.place(gpu.name, gpu.driver))
+            stored = calibration.stored(gpu)
     measured = stored.measurements if stored else ()
     speeds = [
         measurement.gigabytes_per_second for measurement in measured if measurement.direction == calibration.ONBOARD
