@@ -1,8 +1,18 @@
-"""Seeds of tests that draw: a few always, all with ``--exhaustive``."""
+"""Cases of a test, and seeds of one that draws: a few always, all with ``--exhaustive``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
+
+
+def first(count: int, cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the first ``count`` cases, and in an exhaustive one the others."""
+    cases = list(cases)
+    rest = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]
+    return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in rest)]
 
 
 def seeds(some: int, all_of_them: int) -> pytest.MarkDecorator:

@@ -85,7 +85,7 @@ MUTATIONS = (
         "Kernels on the stream that was named read what another stream has not written yet.",
         (
             "tests/race/test_staging.py::"
-            "test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_on[False]",
+            "test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_on[False-some]",
         ),
     ),
     Mutation(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from engine import Clock, Engine, Request, small_layout
 from kvpool import KVCacheManager, KVPoolError, Lease
@@ -17,6 +18,14 @@ from kvpool.device.sim import SimDevice
 from kvpool.errors import IntegrityError
 
 Wrap = Callable[[SimDevice], Device]
+Runs = list[tuple[int, float]]
+SOME = [(0, 0.0), (0, 0.3), (1, 0.9), (0, 1.0)]
+"""Seeds and progress of the sim device in each run of a test."""
+OTHERS = [run for progress in (0.0, 0.3, 0.9, 1.0) for seed in range(3) if (run := (seed, progress)) not in SOME]
+"""Those of an exhaustive test."""
+RUNS = pytest.mark.parametrize(
+    "runs", [SOME, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["some", "others"]
+)
 
 
 class Lab(Engine):

@@ -16,10 +16,9 @@ from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.sim import RaceError, ScheduleFailed, SimDevice, explore
 from kvpool.pool import GraphTables
 from steps import GARBAGE, NAMES, arrays, check, expected
-from tests.race.lab import Lab
+from tests.race.lab import RUNS, Lab, Runs
 
 GUARD = "staged_buffers_retire_by_event"
-RUNS = [(seed, progress) for progress in (0.0, 0.3, 0.9, 1.0) for seed in range(3)]
 
 
 class Rows:
@@ -106,16 +105,18 @@ def stalled(kind: type[Rows], seed: int, progress: float, guard: str | None) -> 
     return [i for i, upload in enumerate(both) if not upload.is_right(wanted[i])], lab.findings()
 
 
+@RUNS
 @KINDS
-def test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile(kind: type[Rows]) -> None:
-    for seed, progress in RUNS:
+def test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
         assert stalled(kind, seed, progress, None) == ([], []), f"seed {seed}, progress {progress}"
 
 
+@RUNS
 @KINDS
-def test_a_buffer_that_is_taken_at_once_gives_a_sequence_what_is_anothers(kind: type[Rows]) -> None:
+def test_a_buffer_that_is_taken_at_once_gives_a_sequence_what_is_anothers(kind: type[Rows], runs: Runs) -> None:
     """The proof bites: without the rule both the tables and the order of accesses are wrong, in every run."""
-    for seed, progress in RUNS:
+    for seed, progress in runs:
         wrong, races = stalled(kind, seed, progress, GUARD)
         assert wrong, f"seed {seed}, progress {progress}"
         assert any("RaceError" in race and kind.launch in race for race in races), f"seed {seed}: {races}"
@@ -153,6 +154,16 @@ def small_case(kind: type[Rows], guard: str | None) -> Callable[[SimDevice], Non
     return body
 
 
+@RUNS
+@KINDS
+def test_a_small_case_is_right_in_some_schedules(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
+        device = SimDevice(seed, progress=progress)
+        small_case(kind, None)(device)
+        device.close()
+
+
+@pytest.mark.exhaustive
 @KINDS
 def test_a_small_case_is_right_in_every_schedule(kind: type[Rows]) -> None:
     count = explore(small_case(kind, None), limit=20_000)
@@ -179,9 +190,10 @@ def test_an_array_that_others_use_without_an_order_is_a_race(kind: type[Rows], o
         assert not races if ordered else any("RaceError" in race and "array" in race for race in races), races
 
 
+@RUNS
 @KINDS
-def test_the_stream_that_is_named_follows_the_one_that_the_sequence_was_used_on(kind: type[Rows]) -> None:
-    for seed, progress in RUNS:
+def test_the_stream_that_is_named_follows_the_one_that_the_sequence_was_used_on(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
         lab = Lab(8, 0, seed=seed, progress=progress)
         a, upload = lab.add([1, 2, 3]), kind()
         upload.send(lab.cache, a.id, stream=lab.b)
@@ -217,17 +229,19 @@ def replay_twice(kind: type[Rows], device: SimDevice, cache: KVCacheManager) -> 
     cache.verify()
 
 
+@RUNS
 @CAPTURED
-def test_each_replay_hands_over_what_was_staged_for_it(kind: type[Rows]) -> None:
-    for seed, progress in RUNS:
+def test_each_replay_hands_over_what_was_staged_for_it(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
         lab = Lab(3, 0, seed=seed, progress=progress)
         replay_twice(kind, lab.sim, lab.cache)
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
+@RUNS
 @CAPTURED
-def test_what_is_staged_first_waits_for_the_replays_of_nothing(kind: type[Rows]) -> None:
-    for seed, progress in RUNS:
+def test_what_is_staged_first_waits_for_the_replays_of_nothing(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
         lab = Lab(3, 0, seed=seed, progress=progress)
         with lab.sim.capture(lab.b) as graph:
             captured = kind().capture(lab.cache, lab.b)
@@ -236,9 +250,10 @@ def test_what_is_staged_first_waits_for_the_replays_of_nothing(kind: type[Rows])
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
+@RUNS
 @CAPTURED
-def test_a_buffer_that_was_never_staged_is_no_others_while_a_replay_may_read_it(kind: type[Rows]) -> None:
-    for seed, progress in RUNS:
+def test_a_buffer_that_was_never_staged_is_no_others_while_a_replay_may_read_it(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
         lab = Lab(3, 0, seed=seed, progress=progress)
         with lab.sim.capture(lab.b) as graph:
             captured = kind().capture(lab.cache, lab.b)
@@ -248,10 +263,11 @@ def test_a_buffer_that_was_never_staged_is_no_others_while_a_replay_may_read_it(
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
+@RUNS
 @CAPTURED
-def test_what_is_staged_before_the_replay_before_has_read_is_a_race(kind: type[Rows]) -> None:
+def test_what_is_staged_before_the_replay_before_has_read_is_a_race(kind: type[Rows], runs: Runs) -> None:
     """The proof bites: in every run, whether or not the bytes were right by luck."""
-    for seed, progress in RUNS:
+    for seed, progress in runs:
         lab = Lab(3, 0, seed=seed, progress=progress, guard=GUARD)
         with contextlib.suppress(AssertionError, RaceError):
             replay_twice(kind, lab.sim, lab.cache)
@@ -294,9 +310,10 @@ def test_what_no_graph_can_have_is_refused_before_anything_happens(kind: type[Ro
         plain.verify()
 
 
+@RUNS
 @CAPTURED
-def test_a_pool_that_closes_waits_for_the_replays_and_keeps_no_buffer(kind: type[Rows]) -> None:
-    for seed, progress in RUNS:
+def test_a_pool_that_closes_waits_for_the_replays_and_keeps_no_buffer(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
         lab, upload = Lab(3, 0, seed=seed, progress=progress), kind()
         with lab.sim.capture(lab.b) as graph:
             captured = upload.capture(lab.cache, lab.b)

@@ -13,7 +13,7 @@ from kvpool import KVCacheManager, LayerGroup, PoolClosed
 from kvpool.device.base import Device, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice, explore
 from kvpool.errors import DeviceError, LeaseExpired
-from tests.race.lab import Lab
+from tests.race.lab import RUNS, Lab, Runs
 
 
 class Refusing(WrappedDevice):
@@ -224,6 +224,15 @@ def small_case(guard: str | None) -> Callable[[SimDevice], None]:
     return body
 
 
+@RUNS
+def test_a_small_case_is_right_in_some_schedules(runs: Runs) -> None:
+    for seed, progress in runs:
+        device = SimDevice(seed, progress=progress)
+        small_case(None)(device)
+        device.close()
+
+
+@pytest.mark.exhaustive
 def test_a_small_case_is_right_in_every_schedule() -> None:
     count = explore(small_case(None), limit=20_000)
     print(f"{count} schedules")

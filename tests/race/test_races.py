@@ -13,10 +13,9 @@ from kvpool.device.base import Device, DeviceEvent, WrappedDevice
 from kvpool.errors import DeviceError
 from kvpool.state import records
 from tests.device.faults import FaultyDevice
-from tests.race.lab import Lab
+from tests.race.lab import SOME, Lab, Runs
 
 Scenario = Callable[[Lab], None]
-RUNS = [(seed, progress) for progress in (0.0, 0.3, 0.9, 1.0) for seed in range(3)]
 X, Y, Z = [1, 2, 3], [11, 12, 13, 14, 15], [21, 22, 23, 24, 25]
 
 
@@ -330,15 +329,15 @@ def run(scenario: Scenario, options: dict[str, Any], seed: int, progress: float,
     return lab.findings()
 
 
-def is_right(scenario: Scenario, options: dict[str, Any]) -> None:
-    for seed, progress in RUNS:
+def is_right(scenario: Scenario, options: dict[str, Any], runs: Runs = SOME) -> None:
+    for seed, progress in runs:
         failures = run(scenario, options, seed, progress)
         assert not failures, f"seed {seed}, progress {progress}: {failures}"
 
 
-def needs(guard: str | None, scenario: Scenario, options: dict[str, Any]) -> None:
+def needs(guard: str | None, scenario: Scenario, options: dict[str, Any], runs: Runs = SOME) -> None:
     """Every run shows what the guard is for, once it is taken out."""
-    for seed, progress in RUNS:
+    for seed, progress in runs:
         failures = run(scenario, options, seed, progress, guard)
         assert failures, f"seed {seed}, progress {progress}: nothing was found without {guard}"
 
@@ -361,7 +360,7 @@ def test_every_guard_has_a_race() -> None:
 
 
 def test_a_sequence_may_change_its_stream() -> None:
-    for seed, progress in RUNS:
+    for seed, progress in SOME:
         assert not run(a_sequence_goes_on_on_another_stream, {"P": 4, "S": 0}, seed, progress)
 
 
@@ -409,13 +408,13 @@ def a_failure_at_a_move(place: int, seed: int, progress: float, guard: str | Non
 
 @pytest.mark.parametrize("place", range(4))
 def test_a_failure_at_each_move_of_a_batch_hands_out_nothing_that_never_came(place: int) -> None:
-    for seed, progress in RUNS:
+    for seed, progress in SOME:
         failures = a_failure_at_a_move(place, seed, progress, None)
         assert not failures, f"seed {seed}, progress {progress}: {failures}"
 
 
 def test_content_that_never_came_is_handed_out_without_the_guard() -> None:
-    for seed, progress in RUNS:
+    for seed, progress in SOME:
         failures = [a_failure_at_a_move(place, seed, progress, "lost_content_is_forgotten") for place in range(4)]
         assert any(failures), f"seed {seed}, progress {progress}"
 

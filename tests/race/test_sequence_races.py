@@ -226,7 +226,7 @@ def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
 
 
 def test_one_commit_may_both_write_and_give_back_every_block() -> None:
-    for length in range(10, 80, 7):
+    for length in range(10, 80, 23):
         lab = Lab(40, 0, window=2)
         sequence = lab.add([1])
         for token in range(length):

@@ -22,11 +22,10 @@ from kvpool.errors import DeviceError, IntegrityError
 from kvpool.pool import StepTables
 from kvpool.pool.tables.staging import Buffer
 from steps import NAMES, arrays, check, expected
-from tests.race.lab import Lab
+from tests.race.lab import RUNS, Lab, Runs
 from tests.waiting import at_once
 
 GUARD = "staged_buffers_retire_by_event"
-RUNS = [(seed, progress) for progress in (0.0, 0.3, 0.9, 1.0) for seed in range(3)]
 GARBAGE = 1234567
 
 
@@ -51,13 +50,14 @@ def test_the_rule_that_is_broken_is_found_by_verify() -> None:
 # -- how many, and for how long --------------------------------------------------------------------------------
 
 
+@RUNS
 @pytest.mark.parametrize("depth", [1, 3, 8])
-def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
-    for seed, progress in RUNS:
+def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int, runs: Runs) -> None:
+    for seed, progress in runs:
         lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=depth)
         sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[DeviceEvent](), 0
         staging = lab.cache._staging
-        for turn in range(50):
+        for turn in range(25):
             lab.cache.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
             events += [
                 buffer.event for buffer in staging._buffers if buffer.event is not None and buffer.event not in events
@@ -75,10 +75,11 @@ def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
         assert not staging._buffers
 
 
-def test_a_stalled_stream_keeps_no_other_waiting() -> None:
+@RUNS
+def test_a_stalled_stream_keeps_no_other_waiting(runs: Runs) -> None:
     """An upload behind a stalled stream, then more than may be under way on another, each read before the next: on
     the sim device a wait for the stalled one is an error."""
-    for seed, progress in RUNS:
+    for seed, progress in runs:
         lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=8)
         a, out, other = lab.add([1, 2, 3]), target(1, 4), target(1, 4)
         with lab.on(lab.b):
@@ -161,8 +162,9 @@ def test_a_table_lives_until_it_was_written() -> None:
     cache.close()
 
 
-def test_a_pool_that_is_closed_first_lets_everything_arrive() -> None:
-    for seed, progress in RUNS:
+@RUNS
+def test_a_pool_that_is_closed_first_lets_everything_arrive(runs: Runs) -> None:
+    for seed, progress in runs:
         lab = Lab(8, 0, seed=seed, progress=progress)
         out, a = target(1, 4), lab.add([1, 2, 3])
         expected = rows_of(lab.cache, a.id, 4)
@@ -267,9 +269,10 @@ def all_of(tables: StepTables) -> list[np.ndarray]:
     return [getattr(tables, name) for name in NAMES]
 
 
+@RUNS
 @pytest.mark.parametrize("staged", [True, False])
-def test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_on(staged: bool) -> None:
-    for seed, progress in RUNS:
+def test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_on(staged: bool, runs: Runs) -> None:
+    for seed, progress in runs:
         lab = Lab(8, 0, seed=seed, progress=progress)
         a, tables = lab.add([1, 2, 3]), out()
         both = [a.id, lab.add([4], stream=lab.b).id]
@@ -292,9 +295,10 @@ def step(lab: Lab, tables: StepTables, staged: bool, *args: Any, **more: Any) ->
         lab.cache.step_tables(*args, stream=lab.b, **more)
 
 
-def test_step_tables_on_the_host_read_what_no_stream_writes() -> None:
+@RUNS
+def test_step_tables_on_the_host_read_what_no_stream_writes(runs: Runs) -> None:
     """They are there at once, whatever is still to be done on the streams."""
-    for seed, progress in RUNS:
+    for seed, progress in runs:
         lab = Lab(8, 4, seed=seed, progress=progress)
         gate = lab.sim.stall(lab.a)
         a, tables = lab.add([1, 2, 3]), out()

@@ -15,8 +15,9 @@ from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.sim.shadow import Shadow
 from kvpool.errors import ReservationExpired
 from kvpool.pool import Reservation
-from tests.race.lab import Lab
-from tests.race.test_races import RUNS, Scenario, X, Y, cached, run
+from tests.race.lab import OTHERS, SOME, Lab
+from tests.race.test_races import Scenario, X, Y, cached, run
+from tests.seeds import first
 
 Make = Callable[..., Lab]
 
@@ -53,7 +54,7 @@ def serve(lab: Lab, first: int) -> None:
     lab.sim.run()
 
 
-@pytest.mark.parametrize(("seed", "progress"), RUNS)
+@pytest.mark.parametrize(("seed", "progress"), first(len(SOME), SOME + OTHERS))
 def test_a_reservation_declares_what_another_process_writes_until_it_is_committed(
     make_lab: Make, seed: int, progress: float
 ) -> None:
@@ -108,7 +109,7 @@ def test_what_another_process_writes_after_the_end_is_found(
         lab.sim.check()
 
 
-@pytest.mark.parametrize(("seed", "progress"), RUNS)
+@pytest.mark.parametrize(("seed", "progress"), first(len(SOME), SOME + OTHERS))
 def test_what_another_process_writes_after_its_deadline_reaches_nobody_before_the_abort(
     make_lab: Make, seed: int, progress: float
 ) -> None:
@@ -217,7 +218,7 @@ SCENARIOS = [*RACES, another_process_after_tokens_that_are_being_copied]
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_another_process_races_with_nobody(scenario: Scenario) -> None:
-    for seed, progress in RUNS:
+    for seed, progress in SOME:
         failures = run(scenario, {"P": 4, "S": 2, **RACES.get(scenario, ("", {}))[1], "shared": True}, seed, progress)
         assert not failures, f"seed {seed}, progress {progress}: {failures}"
 
@@ -225,7 +226,7 @@ def test_another_process_races_with_nobody(scenario: Scenario) -> None:
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
 def test_the_race_with_another_process_is_found_without_its_guard(scenario: Scenario) -> None:
     guard, options = RACES[scenario]
-    for seed, progress in RUNS:
+    for seed, progress in SOME:
         assert run(scenario, {**options, "shared": True}, seed, progress, guard), (
             f"seed {seed}, progress {progress}: nothing was found"
         )
