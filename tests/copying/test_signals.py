@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 
 from tests.desk import DEVICES, VERBS, Act, Desk, Verb, alarm, clear, handled
 from tests.exact import Alarm, At
+from tests.seeds import first
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there"),
@@ -106,10 +107,7 @@ SEVERAL = {"exclusive", "pin_context", "reserve_context", "revoke", "import_bloc
 
 
 def places(desk: Desk, verb: Verb) -> Iterator[int]:
-    """Where to raise: everywhere, and behind the end; on ``sim``, which compares all memory after each step, at some
-    places."""
-    if desk.sim is None:
-        yield from range(1, 1 << 30)
+    """Where to raise: at some places, which the length of the call draws, and behind the end."""
     desk.ready()
     at = At(1 << 30)
     at.run(verb(desk))
@@ -122,7 +120,18 @@ def places(desk: Desk, verb: Verb) -> Iterator[int]:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_exception_before_any_instruction_leaves_a_call_undone_or_done(device: str, name: str) -> None:
-    desk, verb = Desk(DEVICES[device]()), ALL[name]
+    raise_at(places, Desk(DEVICES[device]()), name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ALL)
+def test_an_exception_before_every_instruction_leaves_a_call_undone_or_done(name: str) -> None:
+    raise_at(lambda desk, verb: itertools.count(1), Desk("cpu"), name)
+
+
+def raise_at(places: Callable[[Desk, Verb], Iterable[int]], desk: Desk, name: str) -> None:
+    """A call that an exception meets at each of these places, until one is behind its end."""
+    verb = ALL[name]
     desk.ready()
     act, before = verb(desk), desk.counts()
     act()
@@ -148,8 +157,9 @@ def test_an_exception_before_any_instruction_leaves_a_call_undone_or_done(device
     assert k > 10
 
 
+@pytest.mark.parametrize("step", first(1, [7, 1]))
 @pytest.mark.parametrize("name", ["add", "pin", "close_lease", "reserve", "release", "import_blocks"])
-def test_two_exceptions_shortly_after_each_other_leave_nothing_behind(name: str) -> None:
+def test_two_exceptions_shortly_after_each_other_leave_nothing_behind(name: str, step: int) -> None:
     """The second comes while what the first has left is being finished."""
     desk, verb = Desk("cpu"), VERBS[name]
     for _ in range(2):  # loads what is compiled
@@ -158,7 +168,7 @@ def test_two_exceptions_shortly_after_each_other_leave_nothing_behind(name: str)
         clear(desk, "")
     k, reached = 0, True
     while reached:
-        k += 1
+        k += step
         desk.ready()
         at = At(k, 1 + k % 23)
         raised = at.run(verb(desk))

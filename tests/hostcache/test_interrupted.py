@@ -24,12 +24,15 @@ from kvpool.state.saving import SAVERS
 from tests.desk import Ends
 from tests.exact import At
 from tests.hostcache.conftest import keys, store
+from tests.seeds import first
 
 FOLDER = str(Path(kvpool.__file__).parent / "hostcache")
 instructions = pytest.mark.skipif(
     bool(config.DISABLE_JIT) or sys.version_info[:2] != (3, 11), reason="other instructions look for signals there"
 )
 Make = Callable[..., HostCache]
+STEPS = pytest.mark.parametrize("step", first(1, [5, 1]))
+"""Before every fifth instruction; with ``--exhaustive`` before each."""
 
 
 def at_each_line(
@@ -157,8 +160,9 @@ SEVERAL = {"read", "reserve"}
 
 
 @instructions
+@STEPS
 @pytest.mark.parametrize("name", VERBS)
-def test_an_exception_before_any_instruction_leaves_a_call_undone_or_done(make: Make, name: str) -> None:
+def test_an_exception_before_any_instruction_leaves_a_call_undone_or_done(make: Make, name: str, step: int) -> None:
     scene, verb = Scene(make), VERBS[name]
     for _ in range(2):  # loads what is compiled
         scene.ready()
@@ -166,7 +170,7 @@ def test_an_exception_before_any_instruction_leaves_a_call_undone_or_done(make: 
         act()
         after = scene.counts()
         scene.clear("")
-    for k in itertools.count(1):
+    for k in itertools.count(1, step):
         scene.ready()
         at = At(k)
         raised = at.run(verb(scene))
@@ -202,12 +206,13 @@ def test_an_exception_at_any_call_leaves_nothing_that_is_not_listed(make: Make, 
 
 
 @instructions
+@STEPS
 @pytest.mark.parametrize("name", ["pin", "reserve", "publish", "expire", "close", "forget"])
-def test_two_exceptions_shortly_after_each_other_leave_nothing_behind(make: Make, name: str) -> None:
+def test_two_exceptions_shortly_after_each_other_leave_nothing_behind(make: Make, name: str, step: int) -> None:
     """The second comes while what the first has left is being finished."""
     scene, verb, k, reached = Scene(make), VERBS[name], 0, True
     while reached:
-        k += 1
+        k += step
         scene.ready()
         at = At(k, 1 + k % 23)
         raised = at.run(verb(scene))
@@ -236,11 +241,14 @@ def in_the_change(cache: HostCache, act: Act) -> Iterator[None]:
 
 @instructions
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@STEPS
 @pytest.mark.parametrize("inner", ["pin", "publish", "close"])
 @pytest.mark.parametrize("outer", ["reserve", "forget", "close"])
-def test_an_exception_in_a_destructor_inside_a_call_leaves_both_whole(make: Make, outer: str, inner: str) -> None:
+def test_an_exception_in_a_destructor_inside_a_call_leaves_both_whole(
+    make: Make, outer: str, inner: str, step: int
+) -> None:
     scene = Scene(make)
-    for k in itertools.count(1):
+    for k in itertools.count(1, step):
         scene.ready()
         at = At(k)
         with in_the_change(scene.cache, partial(at.run, VERBS[inner](scene))), suppress(LeaseExpired):
