@@ -223,6 +223,8 @@ class Device(ABC):
     at_once: int | None = None
     """How many copy ops ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where
     no caller waits for that."""
+    copies = True
+    """Whether ``copy_blocks`` copies anything. Without that, only the decisions of a pool are used."""
     in_memory = False
     """Whether this thread itself may write, at any time, to what ``views.table`` has found."""
     views: HostViews = HostViews()

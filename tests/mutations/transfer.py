@@ -103,7 +103,7 @@ MUTATIONS = (
     Mutation(
         "a_batch_is_one_level",
         "Transfer._independent",
-        "self._levels.cut(copy_ops) if self.guards & records.LEVELS else [copy_ops]",
+        "self._levels.cut(copy_ops) if cut else [copy_ops]",
         "[copy_ops]",
         "Two evictions into one host block in one step leave either content under either key.",
         (_race("two_evictions_into_one_host_block_in_one_step"),),

@@ -375,7 +375,8 @@ class Transfer:
 
     def _independent(self, copy_ops: Int64s) -> Iterator[tuple[Int64s, int]]:
         """Yield the copies level by level, with the stream of each part. Those of one part can run in any order."""
-        for level in self._levels.cut(copy_ops) if self.guards & records.LEVELS else [copy_ops]:
+        cut = self._device.copies and self.guards & records.LEVELS
+        for level in self._levels.cut(copy_ops) if cut else [copy_ops]:
             if self.order is None:
                 yield level, records.ONBOARD
                 continue

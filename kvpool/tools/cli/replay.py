@@ -43,7 +43,10 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--model", metavar="MODEL", help=f"block layout of a model, instead of --block-bytes: {terminal.MODELS}")
     add("--block-bytes", type=terminal.size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add("--policy", choices=POLICIES, default="lru", help="which cached block goes next")
+    which = shape.add_mutually_exclusive_group()
+    which.add_argument("--policy", choices=POLICIES, default="lru", help="which cached block goes next")
+    names = "only hits, of these policies beside LRU and what knowing the future finds (default: all); copies nothing"
+    which.add_argument("--policies", nargs="*", choices=POLICIES, metavar="NAME", help=names)
     device = "what holds and copies the blocks (default: auto)"
     add("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help=device)
     early = "how early --device sim works: 0 late, 1 at once (default: 0.5)"
@@ -77,6 +80,9 @@ def run(options: argparse.Namespace) -> int:
     block, requests) or as recorded (id, block_size, requests). --users play them, each waits for its answers.
     Without TRACE, a synthetic workload of chats with shared system prompts is replayed.
 
+    --policies prints one table: the hits in full blocks of each policy, with the times of the trace as the pool's
+    clock. MIN evicts the block whose next use is last: no cache of both tiers' size finds more.
+
     --device sim runs the pool's copies and a fake engine's kernels late and in any order that streams and
     events allow, and fails on accesses that nothing orders and on writes that nobody declared.
 
@@ -95,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
         if options.cut or sim:
             tokens = config.device_blocks * config.layout.tokens_per_block
             trace = trace.cut(options.cut or max(2, tokens // _SIM_SHARE))
+        if options.policies is not None:
+            return _compare(options, trace, config)
         stack.callback(gc.enable)
         stack.callback(gc.unfreeze)
         gc.disable()
@@ -115,6 +123,11 @@ def _config(options: argparse.Namespace, sim: bool) -> ReplayConfig:
         options.error("--progress is of --device sim")
     if options.store_wait is not None and options.store is None:
         options.error("--store-wait is of --store")
+    if options.policies is not None:
+        switches = {"--verify": options.verify, "--store": options.store, "--device sim": sim}
+        switches["--metrics-port"] = options.metrics_port is not None
+        for name in [name for name, wanted in switches.items() if wanted]:
+            options.error(f"{name} is not for --policies, which copies nothing")
     layout = _layout(options)
     device, host = (_TRACE_BLOCKS, _TRACE_BLOCKS) if options.trace else (DEVICE_BLOCKS, HOST_BLOCKS)
     device, host = (_SIM_BLOCKS, _SIM_BLOCKS) if sim else (device, host)
@@ -133,6 +146,21 @@ def _config(options: argparse.Namespace, sim: bool) -> ReplayConfig:
         store=_store(options),
         store_wait=10.0 if options.store_wait is None else options.store_wait,
     )
+
+
+def _compare(options: argparse.Namespace, trace: Trace, config: ReplayConfig) -> int:
+    """Print the table of policies. Returns the exit status."""
+    from kvpool.tools.planner.replayed import compare_replayed
+
+    policies = options.policies or POLICIES
+    runs = len({"lru", *policies})
+    with shown_progress(runs * len(trace.requests), " requests") as progress:
+        table, interrupted = compare_replayed(trace.requests, config, policies, progress=progress)
+    names = {"trace": trace.name, "format": trace.format, "active": config.active, "interrupted": interrupted}
+    terminal.print_result(
+        options, {**names, **table.as_dict()}, f"replay    {trace.name} ({trace.format})\n{table.text()}"
+    )
+    return INTERRUPTED if interrupted else OK
 
 
 @contextmanager

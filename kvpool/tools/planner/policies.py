@@ -34,7 +34,7 @@ ORACLE = "session oracle"
 SAYINGS = ("nothing", "stop", "future")
 """What an engine says with each release: nothing, why the model stopped, or when the next request comes."""
 _STOPS = ("tool_use", "end_turn")
-_FRESH = 1 << 30
+FRESH = 1 << 30
 """Tokens from here on are in no prompt."""
 _SHOWN = 6
 _LEFT_AFTER = 3
@@ -138,7 +138,7 @@ def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
     now_ms = [0]
     hits = 0
-    fresh = _FRESH
+    fresh = FRESH
     with KVCacheManager(
         layout,
         device_blocks=capacity + 1,
