@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import operator
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -241,6 +242,16 @@ def text_argument(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected a string, got {value!r:.80}")
     return str.__str__(value)
+
+
+def number_argument(name: str, value: object, least: float = 0.0, most: float = sys.float_info.max) -> float:
+    """A finite number, such as seconds or a rate. Raises TypeError, or ValueError below ``least`` or above ``most``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}: expected a number, got {value!r:.80}")
+    if not least <= value <= most:
+        bounds = f"of {least:g} or more" if most == sys.float_info.max else f"from {least:g} to {most:g}"
+        raise ValueError(f"{name}: expected a finite number {bounds}, got {value!r:.80}")
+    return float(value)
 
 
 def is_integer(value: object) -> bool:

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import numpy as np
 import zmq
 
-from kvpool.common.arguments import priority_argument, text_argument
+from kvpool.common.arguments import number_argument, priority_argument, text_argument
 from kvpool.common.arrays import Bools, Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import Closing, stays_here
-from kvpool.pool.keys import BlockKeys, key_rows
+from kvpool.pool.keys import BlockKeys, Keys, Prompt, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.connection import Connection, RemoteError, RemoteTimeout
 from kvpool.remote.connections import end, new_context
@@ -145,23 +145,38 @@ def find(link: Connection, keys: bytes, groups: int) -> Bools:
 class BlockClient(Closing):
     """Fetches blocks from one server. A context manager.
 
-    It connects at its first call, and again after every error. So a late answer from before an error is never taken
-    for a new one.
-
     Parameters
     ----------
-    endpoint : a server's ``endpoint``. Other machines only with ``keys``.
-    cache : the pool that takes the blocks. It must have the server's block layouts, in the same groups of layers, and
-        its hash secret.
-    name : the owner of this client's leases on the server, up to 64 printable characters.
-    transport : the one that the server uses; default ``InlineClient()``.
-    keys : CURVE keys of this client and of the server.
-    timeout_ms : how long the server may be silent while it owes an answer.
-    blocks_per_message, messages_in_flight : how much is requested at a time. A server may set lower limits.
+    endpoint : str
+        A server's ``endpoint``. Other machines only with ``keys``.
+    cache : KVCacheManager
+        The pool that takes the blocks. It must have the server's block layouts, in the same groups of layers, and its
+        hash secret.
+    name : str, default ""
+        The owner of this client's leases on the server, up to 64 printable characters.
+    transport : ClientTransport, optional
+        The one that the server uses. By default ``InlineClient()``.
+    keys : ClientKeys, optional
+        CURVE keys of this client and of the server.
+    timeout : float, default 10.0
+        Seconds that the server may be silent while a request is open.
+    blocks_per_message : int, default 16
+        Blocks that are requested in one message. A server may set a lower limit.
+    messages_in_flight : int, default 4
+        Requests that are open at a time. A server may set a lower limit.
 
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value.
+    ForkedProcess
+        From all calls in a child of ``os.fork()``.
+
+    Notes
+    -----
     Only one thread at a time may call a client; a second one gets RuntimeError. Give each thread a client. Calls wait
-    for the network, and hold no lock of the pool meanwhile. Raises ValueError, TypeError. All calls raise ForkedProcess
-    in a child of ``os.fork()``.
+    for the network, and hold no lock of the pool meanwhile. A client connects at its first call, and again after every
+    error. So a late answer from before an error is never taken for a new one.
     """
 
     def __init__(
@@ -172,7 +187,7 @@ class BlockClient(Closing):
         name: str = "",
         transport: ClientTransport | None = None,
         keys: ClientKeys | None = None,
-        timeout_ms: int = 10_000,
+        timeout: float = 10.0,
         blocks_per_message: int = 16,
         messages_in_flight: int = 4,
     ) -> None:
@@ -180,7 +195,7 @@ class BlockClient(Closing):
         name = text_argument("name", name)
         if len(name) > 64 or not name.isprintable():
             raise ValueError(f"name: expected up to 64 printable characters, got {name!r:.80}")
-        self._timeout_ms = integer_argument("timeout_ms", timeout_ms, 1, 1 << 31)
+        self._timeout_ms = round(1e3 * number_argument("timeout", timeout, 1e-3, 1e6))
         self._blocks = integer_argument("blocks_per_message", blocks_per_message, 1, 4096)
         self._messages = integer_argument("messages_in_flight", messages_in_flight, 1, 1024)
         self._cache, self._keys = cache, keys
@@ -194,17 +209,33 @@ class BlockClient(Closing):
 
     # -- fetching --------------------------------------------------------------------------------
 
-    def fetch(self, prompt: Any, *, priority: int = 35) -> int:
-        """Import the full blocks that a request with this prompt would reuse and this pool does not have. Returns how
-        many entered, in all groups of layers.
+    def fetch(self, prompt: Prompt, *, priority: int = 35) -> int:
+        """Import the full blocks that a request with this prompt would reuse and this pool does not have.
 
-        ``prompt``: BlockKeys of this pool, or tokens. Asks for the blocks after the cached prefix, up to the first
-        block that the server does not have. With a window, with recurrent layers or with several groups, it first asks
-        which blocks the server has. Then it asks for those that the longest prefix of all groups needs: see
-        ``KVCacheManager.missing_blocks``.
+        Requests the blocks after the cached prefix, up to the first block that the server does not have. With a window,
+        with recurrent layers or with several groups, it first asks which blocks the server has. Then it requests those
+        that the longest prefix of all groups needs: see ``KVCacheManager.missing_blocks``.
 
-        Changes the pool: blocks enter its host tier under keys that it computed itself, each as a whole. Raises
-        RemoteTimeout and RemoteError, whose ``blocks`` entered before the error, and what ``import_blocks`` raises.
+        Parameters
+        ----------
+        prompt : BlockKeys, or sequence of int
+            BlockKeys of this pool, or tokens.
+        priority : int, default 35
+            Priority of the imported blocks, 0 to 100.
+
+        Returns
+        -------
+        int
+            Blocks that entered, in all groups of layers.
+
+        Raises
+        ------
+        RemoteError, RemoteTimeout
+            Their ``blocks`` entered before the error. Also what ``KVCacheManager.import_blocks`` raises.
+
+        Notes
+        -----
+        Changes the pool: blocks enter its host tier under keys that it computed itself, each as a whole.
         """
         priority = priority_argument("priority", priority)
         with self._exclusive():
@@ -250,13 +281,28 @@ class BlockClient(Closing):
             begin += len(run)
         return entered
 
-    def fetch_blocks(self, keys: Any, *, group: int | None = None) -> list[Buffer | None]:
-        """The bytes of host blocks by key (as ``pin`` takes them), None for a block that the server does not have. Does
-        not change the pool.
+    def fetch_blocks(self, keys: Keys, *, group: int | None = None) -> list[Buffer | None]:
+        """Return the bytes of host blocks by key. Does not change the pool.
 
-        ``group``: the index of a group of layers, required if there are several. A group for cross attention is a
-        ValueError. Each block has ``groups[group].block_bytes`` bytes, part after part, in host block layout, and was
-        pinned until it was sent. Raises RemoteTimeout, RemoteError.
+        Parameters
+        ----------
+        keys : BlockKeys, ndarray of uint64[n, 2], or sequence of bytes
+            As ``KVCacheManager.pin`` takes them.
+        group : int, optional
+            Index of a group of layers, required if there are several.
+
+        Returns
+        -------
+        list of memoryview or None
+            For each key ``groups[group].block_bytes`` bytes, part after part, in host block layout; None if the server
+            does not have the block. Each was pinned until it was sent.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument of the wrong type or value, and for a group for cross attention.
+        RemoteError, RemoteTimeout
+            If the server refuses, or does not answer.
         """
         which = self._cache.core.config.group(group)
         if not self._sizes[which]:
@@ -272,7 +318,7 @@ class BlockClient(Closing):
         return fetched
 
     def close(self) -> None:
-        """Disconnect. A second call does nothing. All other calls raise ValueError from then on."""
+        """Disconnect. All other calls raise ValueError from then on. A second call does nothing."""
         with self._exclusive(closing=True):
             self._disconnect()
             context, self._context = self._context, None

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.common.arguments import number_argument
 from kvpool.common.arrays import Bools, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import Closing, stays_here
@@ -35,14 +36,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a server does for its clients. ``bytes_in_total`` None is half of the host tier.
-    ``bytes_per_client`` None is an eighth of the total, or eight blocks if that is more, but at most half of the total.
+    """The most that a server does for its clients.
 
     Clients that stop reading must leave room for others. So a client that holds blocks gets more only if another
     ``bytes_per_client`` of the total stays free, for clients that hold none.
 
-    ``requests_per_client`` and the two sums of bytes count what has been sent and not yet released.
-    ``requests_waiting`` counts what all clients have requested and not been sent.
+    Parameters
+    ----------
+    blocks_per_request : int, default 64
+        Blocks that one message may request.
+    requests_per_client : int, default 8
+        Requests of a client that have been sent and not yet released.
+    bytes_per_client : int, optional
+        Bytes of those. By default an eighth of ``bytes_in_total``, or eight blocks if that is more, but at most half of
+        the total.
+    bytes_in_total : int, optional
+        Bytes of the requests of all clients that have been sent and not yet released. By default half of the host tier.
+    requests_waiting : int, default 1024
+        Requests of all clients that have not been sent.
+    connections : int, default 256
+        Peers, with or without the password. More are refused.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value.
     """
 
     blocks_per_request: int = 64
@@ -51,7 +69,6 @@ class Limits:
     bytes_in_total: int | None = None
     requests_waiting: int = 1024
     connections: int = 256
-    """Peers, with or without the password. Others are refused."""
 
     def __post_init__(self) -> None:
         integer_argument("blocks_per_request", self.blocks_per_request, 1, BLOCKS_MAX)
@@ -65,28 +82,45 @@ class Limits:
 
 @dataclass
 class ServerStats:
-    """What a server has done so far, and what it is sending."""
+    """What a server has done so far, and what it is sending.
+
+    Attributes
+    ----------
+    requests : int
+        Requests for blocks that were answered, with blocks or with none.
+    refused : int
+        Requests that were answered with an error, malformed ones too.
+    malformed : int
+        Malformed messages.
+    dropped : int
+        Answers that could not be sent, because the client has gone or has too many unread.
+    blocks, bytes : int
+        Blocks that were sent, and their bytes.
+    questions : int
+        Questions about which blocks are there.
+    missing_blocks : int
+        Requested keys that had no host block.
+    revoked : int
+        Requests whose leases were revoked before the blocks were released. The client received a request to discard
+        them.
+    transfers, transfer_bytes : int
+        Requests that are sent now and not yet released, and their bytes.
+    connections_refused : int
+        Connections that were ended at once, because there were ``Limits.connections`` already.
+    """
 
     requests: int = 0
-    """Requests for blocks that were answered with blocks, or that had none."""
     refused: int = 0
-    """Requests that were answered with an error, with malformed messages."""
     malformed: int = 0
     dropped: int = 0
-    """Answers that could not be sent, because the client has gone or has too many unread."""
     blocks: int = 0
     bytes: int = 0
     questions: int = 0
-    """Questions about which blocks are there."""
     missing_blocks: int = 0
-    """Requested keys that had no host block."""
     revoked: int = 0
-    """Requests whose leases somebody revoked before the blocks were released. The client was told to discard them."""
     transfers: int = 0
-    """How many are sent now and not yet released. The next field has their bytes."""
     transfer_bytes: int = 0
     connections_refused: int = 0
-    """Connections that were ended at once, because there were ``Limits.connections`` already."""
 
 
 def fitting(limits: Limits, sizes: Sequence[tuple[int, int]]) -> Limits:
@@ -109,23 +143,36 @@ def fitting(limits: Limits, sizes: Sequence[tuple[int, int]]) -> Limits:
 class BlockServer(Closing):
     """Serves the host tier of a pool to clients that share its hash secret and its block layouts. A context manager.
 
-    The server's own thread finds, pins and sends blocks. It unpins them when the transport no longer reads them. No
-    other thread ever waits for a client. The owner of a lease is ``remote NAME ID``. A client that stopped reading is
-    listed in ``cache.leases``, and ``cache.revoke`` takes its blocks back. If the client reads again later, blocks that
-    were overwritten no longer fit their seal, and it drops them.
-
     Parameters
     ----------
-    cache : the pool. It must have a host tier. Close it after the server. Its groups of layers may be of all kinds, but
+    cache : KVCacheManager
+        The pool. It must have a host tier. Close it after the server. Its groups of layers may be of all kinds, but
         groups for cross attention are not served.
-    endpoint : ``tcp://127.0.0.1:*`` takes any free port; ``ipc://PATH`` works too. Other machines only with ``keys``.
-    transport : how the blocks travel; default ``InlineServer()``, inside the replies.
-    limits : how much clients may request.
-    keys : CURVE keys of the server and of its clients.
-    stall_ms : a TCP client that reads no bytes for so long is disconnected, which releases its blocks. 0: never.
+    endpoint : str, default "tcp://127.0.0.1:*"
+        ``*`` takes any free port; ``ipc://PATH`` works too. Other machines only with ``keys``.
+    transport : ServerTransport, optional
+        How the blocks travel. By default ``InlineServer()``, inside the replies.
+    limits : Limits, optional
+        How much clients may request.
+    keys : ServerKeys, optional
+        CURVE keys of the server and of its clients.
+    stall_seconds : float, default 5.0
+        A TCP client that reads no bytes for this long is disconnected, which releases its blocks. 0 means never.
 
-    Thread-safe. Raises ValueError, TypeError, and zmq.ZMQError for an endpoint that is not available. Changes only pins
-    in the pool.
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value.
+    zmq.ZMQError
+        For an endpoint that is not available.
+
+    Notes
+    -----
+    Thread-safe. Changes only pins in the pool. The server's own thread finds, pins and sends blocks. It unpins them
+    when the transport no longer reads them. No other thread ever waits for a client. The owner of a lease is
+    ``remote NAME ID``. A client that stopped reading is listed in ``cache.leases``, and ``cache.revoke`` takes its
+    blocks back. If the client reads again later, blocks that were overwritten no longer fit their authentication tag,
+    and it drops them.
     """
 
     def __init__(
@@ -136,10 +183,11 @@ class BlockServer(Closing):
         transport: ServerTransport | None = None,
         limits: Limits | None = None,
         keys: ServerKeys | None = None,
-        stall_ms: int = 5_000,
+        stall_seconds: float = 5.0,
     ) -> None:
         check_endpoint(endpoint, keys)
-        stall, server_limits = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1), limits or Limits()
+        server_limits = limits or Limits()
+        stall_ms = round(1e3 * number_argument("stall_seconds", stall_seconds, 0.0, 1e6))
         if cache.host_blocks == 0:
             raise ValueError("cache: expected a host tier, which is what is served, got host_blocks=0")
         self._blocks = _HostTier(cache, InlineServer() if transport is None else transport, server_limits)
@@ -152,7 +200,7 @@ class BlockServer(Closing):
                 endpoint,
                 credentials,
                 connections=server_limits.connections,
-                stall_ms=stall,
+                stall_ms=stall_ms,
                 frame_bytes=KEY_BYTES * BLOCKS_MAX,
                 messages=waiting,
                 answers=waiting,
@@ -165,7 +213,13 @@ class BlockServer(Closing):
         self._server.start()
 
     def stats(self) -> ServerStats:
-        """A copy of the figures. Each is right, but they may be some microseconds apart."""
+        """Return a copy of the figures.
+
+        Returns
+        -------
+        ServerStats
+            Each figure is right, but they may be some microseconds apart.
+        """
         counts = self._server.counts
         return replace(
             self._blocks.stats,
@@ -177,18 +231,27 @@ class BlockServer(Closing):
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called, or the server has ended because the pool was closed."""
         return self._server.stopping
 
-    def close(self, linger_ms: int = 1000) -> None:
-        """Stop serving. Transfers have ``linger_ms`` to be released. Then all clients are disconnected and all blocks
-        unpinned. A second call does nothing.
+    def close(self, timeout: float = 1.0) -> None:
+        """Stop serving, disconnect all clients and unpin all blocks. A second call does nothing.
 
-        Waits for the thread, which takes hardly longer than that. Raises ForkedProcess in a child of ``os.fork()``; so
-        does leaving the context there.
+        Waits for the thread, which takes hardly longer than ``timeout``.
+
+        Parameters
+        ----------
+        timeout : float, default 1.0
+            Seconds that transfers have to be released first.
+
+        Raises
+        ------
+        ForkedProcess
+            In a child of ``os.fork()``; so does leaving the context there.
         """
-        linger = integer_argument("linger_ms", linger_ms, 0, 1 << 31)
+        linger_ms = round(1e3 * number_argument("timeout", timeout, 0.0, 1e6))
         if not self.closed:
-            self._blocks.linger_ms = linger
+            self._blocks.linger_ms = linger_ms
         self._server.close()
         self._blocks.release()
 

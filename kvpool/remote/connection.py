@@ -49,7 +49,14 @@ _ENDED: dict[int, str] = {
 class RemoteError(KVPoolError):
     """The other worker refused, or its answer is one that no server sends.
 
-    Attributes: ``code`` is one word for programs, ``blocks`` how many blocks had entered the pool before the error.
+    Attributes
+    ----------
+    code : str
+        One word for programs.
+    reason : str
+        A sentence for people.
+    blocks : int
+        Blocks that had entered the pool before the error.
     """
 
     def __init__(self, code: str, reason: str) -> None:

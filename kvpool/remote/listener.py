@@ -31,8 +31,20 @@ _LOCK_TRIES = 200
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A server's CURVE key pair, and the public keys of the clients that it accepts, each 40 bytes of Z85
-    (``zmq.curve_keypair()``)."""
+    """A server's CURVE key pair, and the public keys of the clients that it accepts.
+
+    Parameters
+    ----------
+    public, secret : bytes
+        40 bytes of Z85 each, as ``zmq.curve_keypair()`` returns them.
+    clients : sequence of bytes
+        The public key of each client.
+
+    Raises
+    ------
+    ValueError
+        For a key that is not 40 bytes of Z85.
+    """
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -51,13 +63,37 @@ class ServerKeys:
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
     def admits(self, credentials: Sequence[bytes]) -> bool:
-        """Whether a peer with this public key may connect."""
+        """Return whether a peer with this public key may connect.
+
+        Parameters
+        ----------
+        credentials : sequence of bytes
+            The public key alone, 32 bytes.
+
+        Returns
+        -------
+        bool
+            Whether it is that of one of ``clients``.
+        """
         return len(credentials) == 1 and z85.encode(credentials[0]) in self.clients
 
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """A client's CURVE key pair, and the public key of the server that it trusts, each 40 bytes of Z85."""
+    """A client's CURVE key pair, and the public key of the server that it trusts.
+
+    Parameters
+    ----------
+    public, secret : bytes
+        40 bytes of Z85 each, as ``zmq.curve_keypair()`` returns them.
+    server : bytes
+        The public key of the server.
+
+    Raises
+    ------
+    ValueError
+        For a key that is not 40 bytes of Z85.
+    """
 
     public: bytes
     secret: bytes = field(repr=False)

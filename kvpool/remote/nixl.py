@@ -20,7 +20,13 @@ MEMORY = "DRAM"
 
 
 def available() -> str:
-    """An empty string if NIXL can be used. Else why not, and what to install."""
+    """Return whether NIXL can be used, as a text.
+
+    Returns
+    -------
+    str
+        Empty if it can. Else why not, and what to install.
+    """
     try:
         _api()
     except ImportError as error:
@@ -61,7 +67,15 @@ class NixlServer(ServerTransport):
     """Registers the whole host tier once. An offer is a tag and the addresses of its blocks.
 
     Every client that the server accepts can read and overwrite all of the host tier, so accept only clients that may.
-    Raises ImportError without NIXL.
+
+    Raises
+    ------
+    ImportError
+        Without NIXL.
+
+    Notes
+    -----
+    Used by the thread of one server.
     """
 
     name = "nixl"
@@ -108,8 +122,17 @@ class NixlServer(ServerTransport):
 
 
 class NixlClient(ClientTransport):
-    """Reads offered blocks into slots of its own memory, one slot for each message at a time. Raises ImportError
-    without NIXL."""
+    """Reads offered blocks into slots of its own memory, one slot for each message at a time.
+
+    Raises
+    ------
+    ImportError
+        Without NIXL.
+
+    Notes
+    -----
+    Used by one client, and so by one thread at a time.
+    """
 
     name = "nixl"
     reuses_memory = True

@@ -11,4 +11,4 @@ from kvpool.remote import BlockClient
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = BlockClient.__init__.__kwdefaults__
     assert defaults is not None
-    monkeypatch.setitem(defaults, "timeout_ms", 600_000)
+    monkeypatch.setitem(defaults, "timeout", 600.0)

@@ -132,8 +132,8 @@ def test_others_get_no_answer(make: Make, keys: ClientKeys | None, error: type[E
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
     with BlockServer(there.cache, keys=SERVER_KEYS) as server:
-        timeout_ms = 400 if error is RemoteTimeout else 600_000  # who is refused learns it at once
-        with BlockClient(server.endpoint, here.cache, keys=keys, timeout_ms=timeout_ms) as client:
+        timeout = 0.4 if error is RemoteTimeout else 600.0  # who is refused learns it at once
+        with BlockClient(server.endpoint, here.cache, keys=keys, timeout=timeout) as client:
             with pytest.raises(error):
                 client.fetch(tokens)
         assert server.stats().requests == server.stats().refused == 0
@@ -193,7 +193,7 @@ def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, guard: str) ->
 
         server._server.post(leave)
         assert gone.wait(600)
-        with BlockClient(server.endpoint, here.cache, keys=client_keys, timeout_ms=400) as client:
+        with BlockClient(server.endpoint, here.cache, keys=client_keys, timeout=0.4) as client:
             with pytest.raises((RemoteTimeout, RemoteError)):
                 client.fetch_blocks(here.keys(tokens))
         assert server.stats().requests == 1 and server.stats().malformed == 0

@@ -76,7 +76,7 @@ def stalled(
             relay.hold()
             fetch = Fetch(client, there.keys(tokens))
             assert transport.offered.wait(600)
-            if "stall_ms" not in options:  # else the transfer may be over before anybody has looked
+            if "stall_seconds" not in options:  # else the transfer may be over before anybody has looked
                 until(lambda: server.stats().transfers == 1, "transfer")
             yield there, tokens, server, relay, fetch
             relay.pass_on()
@@ -146,12 +146,12 @@ ENDS = ["the connection is lost", "the client takes nothing for too long", "the 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_what_was_on_its_way_is_released_when(make: Make, end: str) -> None:
-    options = {"stall_ms": 300} if "nothing" in end else {}
+    options = {"stall_seconds": 0.3} if "nothing" in end else {}
     with stalled(make, **options) as (there, tokens, server, relay, fetch):
         if "lost" in end:
             relay.cut()
         elif "closes" in end:
-            server.close(linger_ms=10)
+            server.close(timeout=0.01)
             assert server.closed and not there.cache.leases and server.stats().transfers == 0
             server.close()
         until(lambda: not there.cache.leases, "end of the lease")

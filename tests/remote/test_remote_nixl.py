@@ -76,7 +76,7 @@ def test_a_reader_that_died_leaves_a_lease_that_is_reported_and_revocable(make: 
                 if end == "revoke":
                     assert there.cache.revoke(lease.owner) == 1
                     until(lambda: server.stats().transfers == 0, "end of the transfer")
-        server.close(linger_ms=0)
+        server.close(timeout=0)
         assert not there.cache.leases and server.stats().transfers == 0
 
 

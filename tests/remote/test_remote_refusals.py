@@ -205,7 +205,7 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
     endpoint = ENDPOINTS[scheme].format(tmp_path)
     limits = Limits(blocks_per_request=4)
     with ExitStack() as stack:
-        server = stack.enter_context(BlockServer(there.cache, endpoint, limits=limits, stall_ms=0))
+        server = stack.enter_context(BlockServer(there.cache, endpoint, limits=limits, stall_seconds=0))
         stuck = [stack.enter_context(Raw(server.endpoint, there, rcvhwm=1, rcvbuf=4096)) for _ in range(3)]
         for raw in stuck:
             raw.enter()
