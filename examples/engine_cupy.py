@@ -54,7 +54,7 @@ class CupyModel:
         pool, size = self.cache.device_pool, LAYOUT.tokens_per_block
         # Staged: the table is written when the stream gets there, as it is now, whatever becomes of the sequences
         # meanwhile.
-        self.cache.copy_batch_block_offsets(self.table, batch.sequences, stream=self.stream)
+        self.cache.tables.copy_batch_block_offsets(self.table, batch.sequences, stream=self.stream)
         with self.on:
             tokens, positions, owner = (
                 self.cupy.asarray(values) for values in (batch.tokens, batch.positions, batch.owner)

@@ -318,7 +318,7 @@ class Engine:
         first = begin - begin % self.shape.chunk
         end = min(first + self.shape.chunk, len(tokens))
         step = self.chunk_steps[first // self.shape.chunk]
-        self.cache.copy_step_tables(step, sequence, first, end - first, stream=self.stream)
+        self.cache.tables.copy_step_tables(step, sequence, first, end - first, stream=self.stream)
         with self.stream:
             ids = self.cupy.asarray(np.resize(tokens[first:end], self.shape.chunk))
             hidden = self.model.forward(ids, self.cache.device_pool, step, begin - first, wait)
@@ -342,7 +342,7 @@ class Engine:
             self.stream.synchronize()
             gc.collect()  # what is freed during a capture can end it
             self.stream.begin_capture()
-            self.graph_tables = self.cache.capture_step_tables(self.step_tables, rows, stream=self.stream)
+            self.graph_tables = self.cache.tables.capture_step_tables(self.step_tables, rows, stream=self.stream)
             self.logits, self.next = decode()
             self.graph = self.stream.end_capture()
 

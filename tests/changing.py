@@ -32,6 +32,7 @@ from kvpool.hostcache import HostCopies
 from kvpool.hostcache.host_copies import HostPlace
 from kvpool.storage import BlockNames, StoreRequest
 from kvpool.tools.replay.content import Request
+from parts import reach
 from steps import NAMES, arrays
 
 # -- cases -------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def verb(
     """A call of a pool's method with these arrays, and with other arguments ``rest[0]``."""
     others = rest[0] if rest else {}
     return Case(
-        name, scene, lambda scene, arguments: getattr(scene.cache, name)(**others, **arguments), arrays, dtypes or {}
+        name, scene, lambda scene, arguments: reach(scene.cache, name)(**others, **arguments), arrays, dtypes or {}
     )
 
 
@@ -97,7 +98,7 @@ def _table(rows: int, dtype: Any = np.int32) -> Any:
 
 def _offsets(scene: Any, arguments: dict[str, Any]) -> Any:
     target = _table(4)
-    scene.cache.copy_batch_block_offsets(target, **arguments)
+    scene.cache.tables.copy_batch_block_offsets(target, **arguments)
     return target
 
 
@@ -105,9 +106,9 @@ def _step(name: str) -> Callable[[Any, dict[str, Any]], Any]:
     def call(scene: Any, arguments: dict[str, Any]) -> Any:
         out = arrays(2, 5, 2, 4)
         if name == "step_tables":
-            scene.cache.step_tables(**arguments, out=out)
+            scene.cache.tables.step_tables(**arguments, out=out)
         else:
-            scene.cache.copy_step_tables(out, **arguments)
+            scene.cache.tables.copy_step_tables(out, **arguments)
         return [getattr(out, name) for name in NAMES]
 
     return call
@@ -115,7 +116,7 @@ def _step(name: str) -> Callable[[Any, dict[str, Any]], Any]:
 
 def _captured(scene: Any, arguments: dict[str, Any]) -> Any:
     target = _table(4)
-    captured, graph = scene.capture(partial(scene.cache.capture_block_offsets, **arguments), target)
+    captured, graph = scene.capture(partial(scene.cache.tables.capture_block_offsets, **arguments), target)
     scene.replay(captured, graph, {"ids": scene.ids})
     captured.close()
     return target
@@ -128,7 +129,7 @@ def _staged(scene: Any, arguments: dict[str, Any]) -> Any:
 
 def _csr(scene: Any, arguments: dict[str, Any]) -> Any:
     vectors = np.full(3, -7, np.int32), np.full(12, -7, np.int32), np.full(2, -7, np.int32)
-    scene.cache.copy_batch_block_csr(*vectors, **arguments)
+    scene.cache.tables.copy_batch_block_csr(*vectors, **arguments)
     return vectors
 
 

@@ -109,7 +109,7 @@ class Graph(Plain):
         self.device = SimDevice(0, progress=0.0)
         super().__init__(device=self.device)
         self.stream, self.out = self.device.create_stream("graph"), arrays(2, 5, 2, 4)
-        self.captured, self.graph = self.capture(self.cache.capture_step_tables, self.out)
+        self.captured, self.graph = self.capture(self.cache.tables.capture_step_tables, self.out)
 
     def capture(self, call: Callable[..., GraphTables], target: Any) -> tuple[GraphTables, Any]:
         with self.device.capture(self.stream) as graph:

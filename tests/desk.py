@@ -179,12 +179,12 @@ def snapshot(desk: Desk) -> Act:
 
 def offsets(desk: Desk) -> Act:
     target = np.zeros((4, 8), np.int32)
-    return lambda: desk.cache.copy_batch_block_offsets(target, desk.both, stream=3)
+    return lambda: desk.cache.tables.copy_batch_block_offsets(target, desk.both, stream=3)
 
 
 def csr(desk: Desk) -> Act:
     vectors = [np.zeros(64, np.int32) for _ in range(3)]
-    return lambda: desk.cache.copy_batch_block_csr(*vectors, desk.both, stream=3)
+    return lambda: desk.cache.tables.copy_batch_block_csr(*vectors, desk.both, stream=3)
 
 
 def reading(desk: Desk) -> Act:
@@ -254,7 +254,9 @@ VERBS = GIVING | {
     "snapshot": snapshot,
     "offsets": offsets,
     "csr": csr,
-    "copy_step_tables": lambda desk: lambda: desk.cache.copy_step_tables(arrays(2, 64, 8, 64), desk.both, stream=3),
+    "copy_step_tables": lambda desk: (
+        lambda: desk.cache.tables.copy_step_tables(arrays(2, 64, 8, 64), desk.both, stream=3)
+    ),
     "block_table": lambda desk: lambda: desk.cache.block_table([desk.sequence], stream=3).dense(),
     "reading": reading,
     "refresh": lambda desk: lambda: desk.cache.refresh(10**6),

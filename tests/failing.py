@@ -127,7 +127,7 @@ class Rig(Engine):
                 lambda i=i: self.cache.commit(i),
                 lambda i=i: self.cache.rewind(i, [1]),
                 lambda i=i: self.cache.block_table(i),
-                lambda i=i: self.cache.copy_batch_block_offsets(np.zeros((1, 32), np.int32), i),
+                lambda i=i: self.cache.tables.copy_batch_block_offsets(np.zeros((1, 32), np.int32), i),
                 lambda i=i: self.cache.cached_tokens(i),
                 lambda i=i: self.cache.load_targets(i),
                 lambda i=i: self.cache.blocks_needed(sequences=i, new_tokens=9),

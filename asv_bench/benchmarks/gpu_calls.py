@@ -66,7 +66,7 @@ def _upload(opened: ExitStack, gpu: int, columns: int) -> Callable[[], object]:
     ids = cache.add_sequence_batch(list(prompts), stream=0x77770).ids
     target = NullTable(SEQUENCES, COLUMNS)
     opened.callback(cache.release, ids)
-    return lambda: cache.copy_batch_block_offsets(target, ids, stream=0x77770)
+    return lambda: cache.tables.copy_batch_block_offsets(target, ids, stream=0x77770)
 
 
 CASES = {

@@ -513,7 +513,7 @@ class StagedTables(Case):
         ]
         target = memory[0].view(np.int32).reshape(SIZES.sequences, all_columns)
         self.addresses = [as_strided("memory", each).address for each in memory]
-        self.stage = lambda: cache.copy_batch_block_offsets(target, ids, stream=self.stream)
+        self.stage = lambda: cache.tables.copy_batch_block_offsets(target, ids, stream=self.stream)
 
     def occupy(self) -> None:
         """Keep the stream busy while a short call is enqueued."""

@@ -27,10 +27,10 @@ class BlockTables(Pooled):
         self.table = self.cache.block_table(self.ids)
 
     def time_staged(self, used_columns: int) -> None:
-        self.cache.copy_batch_block_offsets(self.target, self.ids)
+        self.cache.tables.copy_batch_block_offsets(self.target, self.ids)
 
     def time_staged_used_columns_only(self, used_columns: int) -> None:
-        self.cache.copy_batch_block_offsets(self.target, self.ids, max_blocks=used_columns)
+        self.cache.tables.copy_batch_block_offsets(self.target, self.ids, max_blocks=used_columns)
 
     def time_memcpy(self, used_columns: int) -> None:
         ctypes.memmove(self.target.ctypes.data, self.source.ctypes.data, self.target.nbytes)

@@ -86,13 +86,13 @@ class StepTables(Pooled):
         self.csr = kvpool.pool.StepTables(**numbers, indptr=np.zeros(SEQUENCES + 1, np.int32), indices=self.indices)
 
     def time_dense(self, blocks: int) -> None:
-        self.cache.step_tables(*self.step, out=self.dense)
+        self.cache.tables.step_tables(*self.step, out=self.dense)
 
     def time_csr(self, blocks: int) -> None:
-        self.cache.step_tables(*self.step, out=self.csr)
+        self.cache.tables.step_tables(*self.step, out=self.csr)
 
     def time_handed_over(self, blocks: int) -> None:
-        self.cache.copy_step_tables(self.csr, *self.step)
+        self.cache.tables.copy_step_tables(self.csr, *self.step)
 
     def time_memcpy(self, blocks: int) -> None:
         ctypes.memmove(self.indices.ctypes.data, self.source.ctypes.data, self.source.nbytes)
@@ -108,7 +108,7 @@ class Chunks(Pooled):
         self.out = kvpool.pool.StepTables(slot_mapping=slots, seq_lens=np.zeros(1, np.int32))
 
     def time_slots(self) -> None:
-        self.cache.step_tables(self.sequence, 0, 8_192, out=self.out)
+        self.cache.tables.step_tables(self.sequence, 0, 8_192, out=self.out)
 
     def time_memcpy(self) -> None:
         ctypes.memmove(self.out.slot_mapping.ctypes.data, self.source.ctypes.data, self.source.nbytes)

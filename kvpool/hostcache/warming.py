@@ -104,7 +104,7 @@ def _groups(layout: BlockLayout) -> None:
     with KVCacheManager(groups=groups, device_blocks=[4, 4], host_blocks=[4, 4], device="cpu") as cache:
         tokens = np.arange(_WIDTH + 1, dtype=np.int32)
         sequence = cache.add_sequence(tokens)
-        cache.state_blocks(sequence, group=1)
+        cache.tables.state_blocks(sequence, group=1)
         _ = cache.free_blocks
         cache.blocks_needed(tokens, group=1)
         cache.commit(sequence)
@@ -125,10 +125,10 @@ def _live(cache: KVCacheManager) -> None:
         cache.append_tokens(ids, tokens[:2], np.array([2]))
         cache.commit(ids, cache.block_table(ids, stream=0).lengths)
         target = np.zeros((1, 16), np.int32)
-        cache.copy_batch_block_offsets(target, ids)
-        cache.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), ids)
-        step = cache.step_tables(ids, stream=0)
-        cache.copy_step_tables(step, ids)
+        cache.tables.copy_batch_block_offsets(target, ids)
+        cache.tables.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), ids)
+        step = cache.tables.step_tables(ids, stream=0)
+        cache.tables.copy_step_tables(step, ids)
         cache.rewind(ids, np.array([3]))
         cache.evictable_after_release(ids)
         cache.load_targets(ids)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvpool.common.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvpool.pool.block_tables import BlockTables as BlockTables
     from kvpool.pool.block_tables import GraphTables as GraphTables
     from kvpool.pool.config import split_blocks as split_blocks
     from kvpool.pool.events import Event as Event
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvpool.pool.tables.step_tables import StepTables as StepTables
 
 _NAMES = {
-    "kvpool.pool.block_tables": "GraphTables",
+    "kvpool.pool.block_tables": "BlockTables GraphTables",
     "kvpool.pool.config": "split_blocks",
     "kvpool.pool.events": "Event Events",
     "kvpool.pool.explain": "Explanation Missed",

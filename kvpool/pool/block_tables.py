@@ -15,7 +15,7 @@ from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
 from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
-from kvpool.pool.tables.block_table import BlockTable, planes_argument, rows_argument
+from kvpool.pool.tables.block_table import planes_argument, rows_argument
 from kvpool.pool.tables.snapshot import BlockTableUpload, CsrTableUpload, DenseTableUpload, stream_error, write_dense
 from kvpool.pool.tables.staging import Buffer, Staging
 from kvpool.pool.tables.step_tables import HostStep, StepTables, StepTableUpload, step_argument
@@ -30,24 +30,14 @@ WRITTEN_AT_ONCE = 1 << 16
 
 
 class BlockTables:
-    """The calls of a pool that give out block tables. Thread-safe."""
+    """Tables of live sequences for kernels: ``cache.tables``. Thread-safe.
 
-    core: Core
-    _staging: Staging
+    ``KVCacheManager.block_table`` is the table on the host. These calls write tables on a stream of the device, inside
+    CUDA graphs, or for a step that computes several tokens of each sequence.
+    """
 
-    def block_table(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> BlockTable:
-        """The block ids of these sequences, in the persistent host table.
-
-        ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
-        index of a group of layers, required where there are several. Raises UnknownSequence, DeviceError, ValueError.
-        """
-        core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
-        if stream is not None:
-            core.decide(stream, use, which, ids=which)
-        with core.lock, core.changes:
-            rows = core.rows(which)
-            lengths = core.states[g].sequences["length"][rows].astype(np.int64)
-            return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
+    def __init__(self, core: Core, staging: Staging) -> None:
+        self.core, self._staging = core, staging
 
     def state_blocks(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> Int32s:
         """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and

@@ -28,8 +28,9 @@ from kvpool.errors import OutOfSequences, counted
 from kvpool.pool import stats as statistics
 from kvpool.pool.exclusive import allowed_inside
 from kvpool.pool.hints import Hints, name_argument
+from kvpool.pool.tables.block_table import BlockTable
 from kvpool.state import records, swaps, verbs
-from kvpool.state.sequences import check_ids
+from kvpool.state.sequences import check_ids, use
 
 NO_COUNTS: Int64s = np.empty(0, np.int64)
 
@@ -157,6 +158,20 @@ class LiveSequences(Hints):
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
 
+    def block_table(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> BlockTable:
+        """The block ids of these sequences, in the persistent host table.
+
+        ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
+        index of a group of layers, required where there are several. Raises UnknownSequence, DeviceError, ValueError.
+        """
+        core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
+        if stream is not None:
+            core.decide(stream, use, which, ids=which)
+        with core.lock, core.changes:
+            rows = core.rows(which)
+            lengths = core.states[g].sequences["length"][rows].astype(np.int64)
+            return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
+
     def evictable_after_release(self, ids: Ids, group: int | None = None) -> int:
         """Device blocks that would become free if these sequences were released together.
 
@@ -221,7 +236,7 @@ class LiveSequences(Hints):
         The move is enqueued on the engine's stream that has written the drafts. It is one launch for each stream of the
         call, or several on a GPU if very many tokens move. If the accepted drafts are the first ones, nothing moves, as
         in ``rewind``. A block that others hold is copied, never written. States of recurrent groups are not moved: see
-        ``state_blocks``.
+        ``BlockTables.state_blocks``.
 
         Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError, TypeError. Thread-safe.
         """

@@ -45,7 +45,7 @@ from kvpool.state import control, records, verbs
 from kvpool.state.verify import verify_states
 
 
-class KVCacheManager(LiveSequences, BlockTables, Closing):
+class KVCacheManager(LiveSequences, Closing):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -96,6 +96,10 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
         with several groups int32[groups, max_sequences, columns]; ``columns`` is ``max_sequence_tokens`` in blocks. It
         may be some rows of a larger array whose other rows are another model's. The pool fills it with -1, writes it
         while it lives, and keeps it alive. Nobody else writes these rows.
+
+    Attributes
+    ----------
+    tables : tables of live sequences for kernels, and their uploads: see ``BlockTables``.
 
     All methods are thread-safe. A call that raises has changed nothing.
 
@@ -179,6 +183,7 @@ class KVCacheManager(LiveSequences, BlockTables, Closing):
         super().__init__(core)
         self._leases = Leases(core, self._pools)
         self._staging = Staging(pool_device, core.transfer, config.staging_depth)
+        self.tables = BlockTables(core, self._staging)
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(pool_device, self._pools)

@@ -76,7 +76,7 @@ def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheM
             lambda: cache.add_sequence([*range(5)]),
             lambda: cache.match_prefix([*range(8)]),
             lambda: cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)]),
-            lambda: cache.copy_batch_block_offsets(np.zeros((1, 8), np.int32), [sequence]),
+            lambda: cache.tables.copy_batch_block_offsets(np.zeros((1, 8), np.int32), [sequence]),
             lambda: cache.exclusive().__enter__(),
             cache.stats,
             cache.verify,

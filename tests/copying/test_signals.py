@@ -99,7 +99,7 @@ ALL = VERBS | {
     "swap_out": lambda desk: lambda: desk.cache.swap_out([desk.drafted]),
     "resume": resume,
     "set_priority": lambda desk: lambda: desk.cache.set_priority(desk.known, 80, ttl_ms=1000),
-    "step_tables": lambda desk: lambda: desk.cache.step_tables(desk.both, stream=3),
+    "step_tables": lambda desk: lambda: desk.cache.tables.step_tables(desk.both, stream=3),
     "asking": asking,
 }
 SEVERAL = {"exclusive", "pin_context", "reserve_context", "revoke", "import_blocks"}

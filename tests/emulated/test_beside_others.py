@@ -76,7 +76,7 @@ def test_a_pool_whose_stream_was_destroyed_closes_while_another_is_captured(driv
     table, stream = on_device(cache.core.device, np.zeros((4, 8), np.int32)), Stream(driver.stream())
     sequence = cache.add_sequence(list(range(9)), stream=stream)
     driver.hold(stream.handle)
-    cache.copy_batch_block_offsets(table, [sequence], stream=stream)
+    cache.tables.copy_batch_block_offsets(table, [sequence], stream=stream)
     address = table.data.ptr
     driver.cuStreamDestroy_v2(stream.handle)
     capture = Capturing(driver, mode)
@@ -201,7 +201,7 @@ def test_tables_of_a_step_are_written_on_the_stream_that_is_named(driver: Driver
         out = arrays(1, 3, 3, 3, put=lambda values: on_device(device, values))
         device.synchronize()
         go = driver.stall(stream.handle)
-        cache.copy_step_tables(out, sequence, stream=stream)
+        cache.tables.copy_step_tables(out, sequence, stream=stream)
         driver.cuStreamSynchronize(0)
         assert out.seq_lens.get().tolist() != [3], "not before what the stream has to do first"
         go()
@@ -221,7 +221,7 @@ with KVCacheManager(small_layout(2), device_blocks=20, device="cuda", max_sequen
     sequence = cache.add_sequence([1, 2, 3])
     out = arrays(1, 3, 3, 3, put=lambda values: on_device(cache.core.device, values))
     before = driver.counter("streams")
-    cache.copy_step_tables(out, sequence)
+    cache.tables.copy_step_tables(out, sequence)
     cache.core.device.synchronize()
     assert out.seq_lens.get().tolist() == [3]
     assert driver.counter("streams") == before, "a default stream of the thread came to be"

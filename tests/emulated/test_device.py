@@ -79,7 +79,7 @@ def test_a_machine_whose_pinned_memory_has_other_addresses_takes_plain_copies_an
         with KVCacheManager(LAYOUT, device_blocks=3, device=device) as cache:
             sequence, table = cache.add_sequence([1, 2]), on_device(device, np.zeros((1, 2), np.int32))
             with driver.counting("cuPointerGetAttributes") as grown:
-                cache.copy_batch_block_offsets(table, sequence)
+                cache.tables.copy_batch_block_offsets(table, sequence)
             assert grown["cuPointerGetAttributes"] > 0
             device.synchronize()
             assert seen(table)[0, 0] == cache.block_table(sequence).dense()[0, 0]
@@ -121,8 +121,8 @@ def test_a_launch_that_fails_for_resources_is_an_error_that_goes_away(driver: Dr
             driver.attribute(MAX_REGISTERS_PER_BLOCK, 63 * 32),
             pytest.raises(DeviceError, match="stage_rows: .*LaunchOutOfResources"),
         ):
-            cache.copy_batch_block_offsets(table, sequence)
-        cache.copy_batch_block_offsets(table, sequence)
+            cache.tables.copy_batch_block_offsets(table, sequence)
+        cache.tables.copy_batch_block_offsets(table, sequence)
         cache.verify()
         device.synchronize()
         assert seen(table).tolist() == cache.block_table(sequence).dense(64).tolist()
@@ -285,7 +285,7 @@ for call in (
     lambda: cache.add_sequence([7]),
     lambda: cache.append_tokens(sequence, [6]),
     lambda: cache.commit(sequence),
-    lambda: cache.copy_batch_block_offsets(cupy.zeros((1, 4), np.int32), sequence),
+    lambda: cache.tables.copy_batch_block_offsets(cupy.zeros((1, 4), np.int32), sequence),
 ):
     try:
         call()

@@ -91,7 +91,7 @@ def test_no_pinned_memory_is_given_back_before_the_close(driver: Driver, monkeyp
         sequence = cache.add_sequence(list(range(first, first + tokens)), stream=stream)
         table = cupy.full((1, 600), -7, np.int32)
         for _ in range(3):
-            cache.copy_batch_block_offsets(table, sequence)
+            cache.tables.copy_batch_block_offsets(table, sequence)
         cache.commit(sequence)
         cache.release(sequence)
         first += tokens
@@ -218,7 +218,7 @@ def test_addresses_are_asked_for_by_nobody_who_knows_them(driver: Driver) -> Non
         for repeated in (False, True):
             before = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
             gather_kv(paged, np.array([1, 2]), staging)
-            cache.copy_batch_block_offsets(table, sequence)
+            cache.tables.copy_batch_block_offsets(table, sequence)
             calls = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
             # Whose the memory is, is one question; its planes and layers are none.
             assert (calls[0] - before[0], calls[1] - before[1]) == (0, 1), repeated

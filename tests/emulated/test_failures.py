@@ -60,7 +60,7 @@ def serve(made: EmulatedLab, table: np.ndarray) -> None:
     """Admissions that offload and onboard, uploads, a prefetch, and a prompt on another stream."""
     for prompt in ([1, 2, 3], [11, 12, 13, 14, 15], [1, 2, 3]):
         sequence = made.add(prompt)
-        made.cache.copy_batch_block_offsets(table, sequence.id)
+        made.cache.tables.copy_batch_block_offsets(table, sequence.id)
         made.commit(sequence)
         made.release(sequence)
     made.cache.prefetch([11, 12, 13, 14, 15])

@@ -220,7 +220,7 @@ def uploads(seed: int, guard: str | None) -> bool:
         tables = [gpu.allocate(4 * 8, "device").view(np.int32).reshape(1, 8) for _ in sequences]
         gpu.hold("a")
         for table, sequence in zip(tables, sequences, strict=True):
-            cache.copy_batch_block_offsets(table, sequence, stream=stream)
+            cache.tables.copy_batch_block_offsets(table, sequence, stream=stream)
         gpu.synchronize()
         rows = [
             (table.get()[0, :2], cache.block_table(sequence).dense()[0][:2])
@@ -258,7 +258,7 @@ def replays(seed: int, guard: str | None) -> bool:
         table, seen = (gpu.allocate(4 * 8 * rows, "device").view(np.int32).reshape(rows, 8) for rows in (1, 3))
         gpu.synchronize()
         runtime.streamBeginCapture(stream.handle, runtime.streamCaptureModeRelaxed)
-        captured = cache.capture_block_offsets(table, 1, stream=stream)
+        captured = cache.tables.capture_block_offsets(table, 1, stream=stream)
         graph = runtime.graphInstantiate(runtime.streamEndCapture(stream.handle))
         gpu.hold("a")
         for row, sequence in zip(seen, sequences, strict=True):

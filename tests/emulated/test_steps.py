@@ -41,7 +41,7 @@ def uploads(driver: Driver, seed: int, guard: str | None) -> bool:
     outs, wanted = [out(device) for _ in sequences], [expected(cache, sequence, [0], [3]) for sequence in sequences]
     driver.hold(stream.handle)
     for step, sequence in zip(outs, sequences, strict=True):
-        cache.copy_step_tables(step, sequence, stream=stream)
+        cache.tables.copy_step_tables(step, sequence, stream=stream)
     device.synchronize()
     cache.release(sequences)
     right = True
@@ -69,13 +69,13 @@ def test_a_launch_that_the_driver_refuses_is_an_error_and_the_next_one_goes_on(d
     device = CudaDevice()
     with KVCacheManager(small_layout(2), device_blocks=8, device=device) as cache:
         sequence, step = cache.add_sequence([1, 2, 3]), out(device)
-        cache.copy_step_tables(step, sequence)
+        cache.tables.copy_step_tables(step, sequence)
         with driver.failing("launch", lab.OUT_OF_MEMORY):
             with pytest.raises(DeviceError, match="step_tables"):
-                cache.copy_step_tables(step, sequence)
+                cache.tables.copy_step_tables(step, sequence)
         cache.verify()
         step = out(device)
-        cache.copy_step_tables(step, sequence)
+        cache.tables.copy_step_tables(step, sequence)
         device.synchronize()
         check(step, expected(cache, sequence, [0], [3]), seen)
         cache.release(sequence)
@@ -91,11 +91,11 @@ from kvpool.pool import StepTables
 
 cache = KVCacheManager(BlockLayout(2, 2, 16, 4), device_blocks=3, device="cuda")
 sequence, step = cache.add_sequence([1, 2, 3, 4, 5]), StepTables(seq_lens=cupy.zeros(1, np.int32))
-cache.copy_step_tables(step, sequence)
+cache.tables.copy_step_tables(step, sequence)
 kernel = cupy.RawKernel('extern "C" __global__ void put(char* to, long long at) { to[at] = 1; }', "put")
 kernel((1,), (1,), (cupy.cuda.alloc(4096).mem.ptr, 1 << 40))
 raised = []
-for call in (cupy.cuda.Device().synchronize, *[lambda: cache.copy_step_tables(step, sequence)] * 2):
+for call in (cupy.cuda.Device().synchronize, *[lambda: cache.tables.copy_step_tables(step, sequence)] * 2):
     try:
         call()
     except (DeviceError, PoolClosed, RuntimeError) as error:
@@ -121,7 +121,7 @@ def test_gpus_and_threads_do_not_disturb_each_other(driver: Driver) -> None:
             for turn in range(4):
                 device, cache, sequence = devices[turn % 2], caches[turn % 2], sequences[turn % 2]
                 tables = out(device)
-                cache.copy_step_tables(tables, sequence)
+                cache.tables.copy_step_tables(tables, sequence)
                 device.synchronize()
                 check(tables, expected(cache, sequence, [0], [3]), seen)
         except BaseException as error:
@@ -147,9 +147,9 @@ def test_tables_of_a_step_are_one_launch_and_no_copy(driver: Driver) -> None:
     device = CudaDevice()
     with KVCacheManager(small_layout(2), device_blocks=8, device=device) as cache:
         sequence, step = cache.add_sequence([1, 2, 3]), out(device)
-        cache.copy_step_tables(step, sequence)
+        cache.tables.copy_step_tables(step, sequence)
         with driver.counting("launches", "copy_on", "cuMemAlloc_v2", "cuStreamSynchronize") as grown:
-            cache.copy_step_tables(step, sequence)
+            cache.tables.copy_step_tables(step, sequence)
         assert grown == {"launches": 1, "copy_on": 0, "cuMemAlloc_v2": 0, "cuStreamSynchronize": 0}
         cache.release(sequence)
     device.close()

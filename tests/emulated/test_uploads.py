@@ -200,13 +200,13 @@ def test_a_table_kernel_is_loaded_on_each_gpu_before_its_first_launch(driver: Dr
                 device.views.table(table)
             sequence = cache.add_sequence([1, 2, 3])
             with driver.counting("load", "launches") as grown:
-                cache.copy_batch_block_offsets(table, sequence)
+                cache.tables.copy_batch_block_offsets(table, sequence)
             assert (loaded, grown) == ({"load": 1}, {"load": 0, "launches": 1})
             device.synchronize()
             assert seen(table).tolist() == cache.block_table(sequence).dense(4).tolist()
             for status in (lab.INVALID, lab.OUT_OF_MEMORY):
                 with driver.failing("launch", status), pytest.raises(DeviceError, match="stage_rows: ") as refused:
-                    cache.copy_batch_block_offsets(table, sequence)
+                    cache.tables.copy_batch_block_offsets(table, sequence)
                 assert not refused.value.sticky
             cache.release(sequence)
         device.close()
@@ -239,8 +239,8 @@ def test_what_numba_cannot_compile_is_said_before_a_table_is_handed_over(
     with KVCacheManager(LAYOUT, device_blocks=2, device="cuda") as cache:
         sequence, table = cache.add_sequence([1]), cupy.full((1, 2), 7, np.int32)
         call = {
-            "stage_rows": lambda: cache.copy_batch_block_offsets(table, sequence),
-            "step_tables": lambda: cache.copy_step_tables(StepTables(table=table), sequence),
+            "stage_rows": lambda: cache.tables.copy_batch_block_offsets(table, sequence),
+            "step_tables": lambda: cache.tables.copy_step_tables(StepTables(table=table), sequence),
         }[name]
         with monkeypatch.context() as patch:
             patch.setattr(table_kernels, "compiled", broken)

@@ -42,8 +42,10 @@ class Captured:
         stream.begin_capture()
         rows = list(range(0, 2 * ROWS, 2))
         self.uploads: list[GraphTables] = [
-            cache.capture_block_offsets(self.table, ROWS, rows=rows, scale=SCALE, v_offset=OFFSET, stream=stream),
-            cache.capture_step_tables(self.step, ROWS, stream=stream),
+            cache.tables.capture_block_offsets(
+                self.table, ROWS, rows=rows, scale=SCALE, v_offset=OFFSET, stream=stream
+            ),
+            cache.tables.capture_step_tables(self.step, ROWS, stream=stream),
         ]
         self.graph = stream.end_capture()
 
@@ -130,14 +132,14 @@ def test_what_no_graph_can_have_is_refused_and_the_capture_goes_on(cupy: Any, ca
     vectors, table = [cupy.full(size, -7, np.int32) for size in (2, 8, 1)], cupy.full((1, 8), -7, np.int32)
     ids = cache.add_sequence_batch([[1, 2, 3]], stream=other).ids
     with pytest.raises(ValueError, match="expected one that is being captured"):
-        cache.capture_block_offsets(table, 1, stream=stream)
+        cache.tables.capture_block_offsets(table, 1, stream=stream)
     cupy.cuda.Device().synchronize()
     gc.collect()
     stream.begin_capture(getattr(cupy.cuda.runtime, mode))
-    captured = cache.capture_block_offsets(table, 1, stream=stream)
+    captured = cache.tables.capture_block_offsets(table, 1, stream=stream)
     for call in (
-        lambda: cache.copy_batch_block_csr(*vectors, ids, stream=stream),
-        lambda: cache.copy_batch_block_offsets(table, ids, stream=stream),
+        lambda: cache.tables.copy_batch_block_csr(*vectors, ids, stream=stream),
+        lambda: cache.tables.copy_batch_block_offsets(table, ids, stream=stream),
         lambda: captured.stage(ids, stream=stream),
     ):
         with pytest.raises(
@@ -145,7 +147,7 @@ def test_what_no_graph_can_have_is_refused_and_the_capture_goes_on(cupy: Any, ca
         ):
             call()
     with pytest.raises(ValueError, match="expected one that is being captured"):
-        cache.capture_block_offsets(table, 1, stream=other)
+        cache.tables.capture_block_offsets(table, 1, stream=other)
     captured.stage(ids, stream=other)  # in a capture of another stream
     graph = stream.end_capture()
     graph.launch(other)
@@ -163,8 +165,8 @@ def test_a_hand_over_that_the_driver_refuses_is_an_error_and_leaves_no_buffer(cu
     step = StepTables(seq_lens=cupy.full(1, -7, np.int32))
     Captured(cupy, cache, cupy.cuda.Stream(non_blocking=True))  # all is loaded
     for call in (
-        lambda: cache.capture_block_offsets(table, 1, stream=stream),
-        lambda: cache.capture_step_tables(step, 1, stream=stream),
+        lambda: cache.tables.capture_block_offsets(table, 1, stream=stream),
+        lambda: cache.tables.capture_step_tables(step, 1, stream=stream),
     ):
         stream.begin_capture()
         with lab.driver().failing("launch", lab.OUT_OF_MEMORY), pytest.raises((DeviceError, MemoryError)):

@@ -108,9 +108,9 @@ def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy:
         for call in (
             lambda: cache.add_sequence([9] * 4, stream=captured),
             lambda: cache.append_tokens(held, [4]),
-            lambda: cache.copy_batch_block_offsets(table, held),
-            lambda: cache.copy_batch_block_csr(*vectors, held),
-            lambda: cache.copy_step_tables(step, held, stream=captured),
+            lambda: cache.tables.copy_batch_block_offsets(table, held),
+            lambda: cache.tables.copy_batch_block_csr(*vectors, held),
+            lambda: cache.tables.copy_step_tables(step, held, stream=captured),
             lambda: cache.commit(held),
         ):
             with pytest.raises(ValueError, match="expected one that is not being captured"):
@@ -125,7 +125,7 @@ def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy:
         captured.synchronize()
         assert (out.get() == 0x01010101).all()
         assert all((vector.get() == -7).all() for vector in (table, *vectors, step.seq_lens))
-        cache.copy_batch_block_offsets(table, held)
+        cache.tables.copy_batch_block_offsets(table, held)
         cache.commit(held)
         cache.release(held)
         cupy.cuda.Device().synchronize()
@@ -144,8 +144,8 @@ def test_a_graph_is_replayed_with_the_tables_that_were_handed_over_before_it(cup
             cupy.cuda.runtime.memcpyAsync(read.data.ptr + first, source.data.ptr, source.nbytes, kind, stream.ptr)
         graph = stream.end_capture()
         for tokens in (3, 7, 11):
-            cache.copy_batch_block_offsets(table, sequence, stream=stream)
-            cache.copy_step_tables(StepTables(seq_lens=lengths), sequence, stream=stream)
+            cache.tables.copy_batch_block_offsets(table, sequence, stream=stream)
+            cache.tables.copy_step_tables(StepTables(seq_lens=lengths), sequence, stream=stream)
             graph.launch(stream)
             wanted = [*cache.block_table(sequence).dense()[0].tolist(), *[-1] * 6][:6]
             cache.append_tokens(sequence, [0] * 4)
@@ -201,7 +201,7 @@ def test_nothing_is_compiled_after_the_pool_is_made(cupy: Any, monkeypatch: pyte
             monkeypatch.setattr(jitted, "compile", fail)
         serve(cache, None, 0, 10)
         sequence, table = cache.add_sequence([1, 2, 3]), cupy.full((1, 8), -7, np.int32)
-        cache.copy_batch_block_offsets(table, sequence)
+        cache.tables.copy_batch_block_offsets(table, sequence)
         cupy.cuda.Device().synchronize()
         assert table.get()[0, 0] >= 0
         cache.release(sequence)

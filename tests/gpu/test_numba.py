@@ -57,7 +57,7 @@ def test_tables_of_a_step_arrive_on_a_stream(cache: KVCacheManager, cupy: Any, p
     wanted = expected(cache, ids, first, counts)
     some = [name for name in NAMES if random.random() < 0.8]
     out = arrays(7, sum(counts) + 3, 9, 64, wanted=some, put=put)
-    cache.copy_step_tables(out, ids, first, counts, stream=stream)
+    cache.tables.copy_step_tables(out, ids, first, counts, stream=stream)
     stream.synchronize()
     check(out, wanted, get)
     cache.release(ids)
@@ -67,7 +67,7 @@ def test_the_null_stream_will_do_and_a_table_may_have_gaps(cache: KVCacheManager
     ids = cache.add_sequence_batch([range(6), range(10, 19)]).ids
     wide = cupy.full((2, 9), GARBAGE, np.int32)
     out = StepTables(table=wide[:, 2:6], seq_lens=cupy.zeros(2, np.int32))
-    cache.copy_step_tables(out, ids)
+    cache.tables.copy_step_tables(out, ids)
     cupy.cuda.runtime.deviceSynchronize()
     table = cache.block_table(ids).dense(4)
     np.testing.assert_array_equal(wide.get(), np.pad(table, ((0, 0), (2, 3)), constant_values=GARBAGE))
@@ -82,7 +82,7 @@ def test_groups_and_windows(numba: None, cupy: Any, put: Any) -> None:
         cache.commit(ids, [37, 0])
         for group in (0, 1):
             out = arrays(2, 12, 11, 14, put=put)
-            cache.copy_step_tables(out, ids, group=group)
+            cache.tables.copy_step_tables(out, ids, group=group)
             cupy.cuda.runtime.deviceSynchronize()
             check(out, expected(cache, ids, [37, 0], [3, 9], group), get)
         cache.release(ids)
@@ -91,7 +91,7 @@ def test_groups_and_windows(numba: None, cupy: Any, put: Any) -> None:
 def test_arrays_of_the_host_are_refused(cache: KVCacheManager) -> None:
     sequence = cache.add_sequence([1])
     with pytest.raises(TypeError, match="slot_mapping: expected an int64 array of a GPU, got i64 in host memory"):
-        cache.copy_step_tables(arrays(1, 1, 1, 1), sequence)
+        cache.tables.copy_step_tables(arrays(1, 1, 1, 1), sequence)
     cache.release(sequence)
 
 
@@ -104,14 +104,14 @@ def test_without_numba_cuda_the_error_says_what_to_install(
     monkeypatch.delattr("kvpool.device.cuda.table_kernels", raising=False)
     sequence, table = cache.add_sequence([1]), cupy.zeros((1, 4), np.int32)
     for call in (
-        lambda: cache.copy_step_tables(arrays(1, 1, 1, 1, put=put), sequence),
-        lambda: cache.copy_batch_block_offsets(table, sequence),
+        lambda: cache.tables.copy_step_tables(arrays(1, 1, 1, 1, put=put), sequence),
+        lambda: cache.tables.copy_batch_block_offsets(table, sequence),
     ):
         with pytest.raises(DeviceError, match=r"tables on a GPU need numba-cuda.*\[cuda12\]"):
             call()
     assert cache.stats().uploads == 0
     vectors = cupy.zeros(2, np.int32), cupy.zeros(4, np.int32), cupy.zeros(1, np.int32)
-    cache.copy_batch_block_csr(*vectors, sequence)
+    cache.tables.copy_batch_block_csr(*vectors, sequence)
     cupy.cuda.runtime.deviceSynchronize()
     assert vectors[0].get().tolist() == [0, 1]
     cache.release(sequence)

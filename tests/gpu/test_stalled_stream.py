@@ -85,7 +85,7 @@ def test_a_staged_table_is_the_one_of_its_call(machine: Machine, guarded: bool) 
     with KVCacheManager(LAYOUT, device_blocks=4, device="cuda", max_sequences=2) as cache:
         engine, table = machine.stream(), machine.empty((2, 5))
         warm = cache.add_sequence([0], stream=engine)
-        cache.copy_batch_block_offsets(table, [warm], stream=engine)
+        cache.tables.copy_batch_block_offsets(table, [warm], stream=engine)
         cache.release(warm, store=False, stream=engine)
         cache.core.device.synchronize()
         if not guarded:
@@ -93,13 +93,13 @@ def test_a_staged_table_is_the_one_of_its_call(machine: Machine, guarded: bool) 
         go = machine.stall(engine)
         first = cache.add_sequence([1, 2, 3, 4, 5], stream=engine)
         wanted = cache.block_table(first).dense(5)[0].copy()
-        cache.copy_batch_block_offsets(table, [first], rows=[0], stream=engine)
+        cache.tables.copy_batch_block_offsets(table, [first], rows=[0], stream=engine)
         cache.release(first, store=False, stream=engine)
         # As long as the first: without the guard, its rows are taken for those of the first, which stay inside the
         # table.
         second = cache.add_sequence(list(range(20, 25)), stream=engine)
         other = cache.block_table(second).dense(5)[0].copy()
-        cache.copy_batch_block_offsets(table, [second], rows=[1], stream=engine)
+        cache.tables.copy_batch_block_offsets(table, [second], rows=[1], stream=engine)
         assert machine.busy(engine)
         go()
         cache.core.device.synchronize()
@@ -117,7 +117,7 @@ def test_a_table_handed_over_as_csr_is_the_one_of_its_call(machine: Machine) -> 
         for parts, prompt in zip(batches, (range(9), range(50, 63)), strict=True):
             sequence = cache.add_sequence(list(prompt), stream=engine)
             wanted.append(cache.block_table(sequence).csr())
-            cache.copy_batch_block_csr(*parts, sequence, stream=engine)
+            cache.tables.copy_batch_block_csr(*parts, sequence, stream=engine)
             cache.release(sequence, store=False, stream=engine)
         assert machine.busy(engine) and cache.stats().uploads == cache.stats().most_uploads == 2
         go()
@@ -127,4 +127,4 @@ def test_a_table_handed_over_as_csr_is_the_one_of_its_call(machine: Machine) -> 
                 np.testing.assert_array_equal(part.get()[: len(values)], values)
         assert cache.stats().uploads == 0
         with pytest.raises(TypeError, match="indices.*host memory"):
-            cache.copy_batch_block_csr(batches[0][0], np.zeros(6, np.int32), batches[0][2], [])
+            cache.tables.copy_batch_block_csr(batches[0][0], np.zeros(6, np.int32), batches[0][2], [])

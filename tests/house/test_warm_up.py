@@ -77,14 +77,14 @@ for device in ("cpu", "sim"):
         cache.commit(a)
         for g in range(4):
             cache.blocks_needed(prompt, group=g, encoder_tokens=5 if g == 3 else None)
-            cache.copy_batch_block_offsets(np.zeros((1, 16), np.int32), [a], group=g)
+            cache.tables.copy_batch_block_offsets(np.zeros((1, 16), np.int32), [a], group=g)
             cache.block_table(a, stream=0 if device == "cpu" else cache.core.device.create_stream("b"), group=g)
             if g != 2:
                 first, blocks, last = np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32)
-                cache.copy_batch_block_csr(first, blocks, last, [a], group=g)
-                cache.copy_step_tables(cache.step_tables([a], [0], [4], group=g), [a], [0], [4], group=g)
+                cache.tables.copy_batch_block_csr(first, blocks, last, [a], group=g)
+                cache.tables.copy_step_tables(cache.tables.step_tables([a], [0], [4], group=g), [a], [0], [4], group=g)
         cache.free_blocks
-        cache.state_blocks(a, group=2)
+        cache.tables.state_blocks(a, group=2)
         cache.load_targets(a)
         cache.append_tokens(a, [1, 2, 3])
         cache.rewind(a, [1])

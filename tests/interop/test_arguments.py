@@ -62,7 +62,7 @@ def test_tables_are_written_into_arrays_of_other_packages(wrap: Wrap, device: st
     with open_pool(device=made) as cache:
         target = np.zeros((3, 6), np.int32)
         seq = cache.add_sequence(TOKENS)
-        cache.copy_batch_block_offsets(wrap(target), wrap(np.array([seq])), rows=wrap(np.array([2])))
+        cache.tables.copy_batch_block_offsets(wrap(target), wrap(np.array([seq])), rows=wrap(np.array([2])))
         if device == "sim":
             made.synchronize()
         np.testing.assert_array_equal(target[2, :5], cache.block_table(seq).dense()[0])
@@ -96,9 +96,9 @@ def test_what_dlpack_1_says_is_read_only_is_not_written() -> None:
     with open_pool() as cache:
         seq = cache.add_sequence(TOKENS)
         with pytest.raises(ValueError, match="target: expected an array that can be written, got a read-only one"):
-            cache.copy_batch_block_offsets(DLPackOnly(target), seq)
+            cache.tables.copy_batch_block_offsets(DLPackOnly(target), seq)
         with pytest.raises(ValueError, match="target: OldDLPack does not give its memory"):
-            cache.copy_batch_block_offsets(OldDLPack(target), seq)
+            cache.tables.copy_batch_block_offsets(OldDLPack(target), seq)
         cache.release(seq)
 
 
@@ -109,7 +109,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "ids": lambda cache, x: cache.release(x),
     "sequences": lambda cache, x: cache.blocks_needed(sequences=x),
     "keys": lambda cache, x: cache.pin(x, owner="test"),
-    "target": lambda cache, x: cache.copy_batch_block_offsets(x, 0),
+    "target": lambda cache, x: cache.tables.copy_batch_block_offsets(x, 0),
     r"data\[0\]": lambda cache, x: cache.import_blocks(cache.block_keys(TOKENS), [x]),
 }
 
@@ -257,7 +257,7 @@ def test_tensors_of_torch_are_arguments_and_may_own_a_tier(torch: Any) -> None:
         tokens = torch.arange(17)
         seq = cache.add_sequence(tokens)
         target = torch.zeros((1, 6), dtype=torch.int32)
-        cache.copy_batch_block_offsets(target, seq)
+        cache.tables.copy_batch_block_offsets(target, seq)
         np.testing.assert_array_equal(target.numpy()[0, :5], cache.block_table(seq).dense()[0])
         cache.release(seq)
         assert cache.device_pool.ctypes.data == owned.data_ptr()

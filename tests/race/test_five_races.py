@@ -63,7 +63,7 @@ def two_steps(rows: tuple[int, int], seed: int, progress: float) -> tuple[list[s
             if table[row].tolist() != wanted:
                 wrong.append(f"step {number} reads blocks {table[row].tolist()} in row {row}, and not {wanted}")
 
-        lab.cache.copy_batch_block_offsets(table, sequence.id, rows=row)
+        lab.cache.tables.copy_batch_block_offsets(table, sequence.id, rows=row)
         lab.sim.launch(lab.a, kernel, loads=[table])
     gate.open()
     with suppress(RaceError):

@@ -30,10 +30,10 @@ class Rows:
         self.arrays = [np.full((1, 6), GARBAGE, np.int32)]
 
     def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
-        cache.copy_batch_block_offsets(self.arrays[0], sequence, **stream)
+        cache.tables.copy_batch_block_offsets(self.arrays[0], sequence, **stream)
 
     def capture(self, cache: KVCacheManager, stream: Stream) -> GraphTables:
-        return cache.capture_block_offsets(self.arrays[0], 1, stream=stream)
+        return cache.tables.capture_block_offsets(self.arrays[0], 1, stream=stream)
 
     def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
         return cache.block_table(sequence).dense(6).tolist()
@@ -49,7 +49,7 @@ class Csr(Rows):
         self.arrays = [np.full(size, GARBAGE, np.int32) for size in (2, 5, 1)]
 
     def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
-        cache.copy_batch_block_csr(*self.arrays, sequence, **stream)
+        cache.tables.copy_batch_block_csr(*self.arrays, sequence, **stream)
 
     def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
         return [part.tolist() for part in cache.block_table(sequence).csr()]
@@ -66,10 +66,10 @@ class Steps(Rows):
         self.arrays = [getattr(self.tables, name) for name in NAMES]
 
     def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
-        cache.copy_step_tables(self.tables, sequence, **stream)
+        cache.tables.copy_step_tables(self.tables, sequence, **stream)
 
     def capture(self, cache: KVCacheManager, stream: Stream) -> GraphTables:
-        return cache.capture_step_tables(self.tables, 1, stream=stream)
+        return cache.tables.capture_step_tables(self.tables, 1, stream=stream)
 
     def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
         return expected(cache, sequence, [0], [int(cache.sequence_length(sequence))])

@@ -72,7 +72,7 @@ class Lab:
         """The kernel of one step: from the state behind the committed tokens to that behind all, snapshots on the
         way."""
         number, tokens = sequence[0], list(sequence[1])
-        source, target = (int(block) for block in self.cache.state_blocks(number, stream, group=self.g)[0])
+        source, target = (int(block) for block in self.cache.tables.state_blocks(number, stream, group=self.g)[0])
         row = self.cache.block_table(number, group=self.g).dense()[0].tolist()
         done = int(self.cache.committed_tokens(number))
         ends = {

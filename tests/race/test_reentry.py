@@ -167,9 +167,11 @@ def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPat
             "import_blocks": lambda: cache.import_blocks(keys, [bytes(cache.layout.block_bytes)]),
             "reserve": lambda: cache.reserve([7, 8, 9]),
             "load_targets": lambda: cache.load_targets(sequence),
-            "copy_batch_block_offsets": lambda: cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence),
-            "copy_batch_block_csr": lambda: cache.copy_batch_block_csr(*np.zeros((3, 4), np.int32), sequence),
-            "copy_step_tables": lambda: cache.copy_step_tables(arrays(1, 3, 2, 2), sequence),
+            "copy_batch_block_offsets": lambda: cache.tables.copy_batch_block_offsets(
+                np.zeros((1, 4), np.int32), sequence
+            ),
+            "copy_batch_block_csr": lambda: cache.tables.copy_batch_block_csr(*np.zeros((3, 4), np.int32), sequence),
+            "copy_step_tables": lambda: cache.tables.copy_step_tables(arrays(1, 3, 2, 2), sequence),
             "close": cache.close,
         }
         refused = []

@@ -40,7 +40,7 @@ def rows_of(cache: KVCacheManager, ids: Any, columns: int) -> np.ndarray:
 def test_the_rule_that_is_broken_is_found_by_verify() -> None:
     lab = Lab(8, 0, guard=GUARD)
     gate = lab.sim.stall(lab.a)
-    lab.cache.copy_batch_block_offsets(target(1, 4), lab.add([1]).id)
+    lab.cache.tables.copy_batch_block_offsets(target(1, 4), lab.add([1]).id)
     with pytest.raises(IntegrityError, match="staging free"):
         lab.cache.verify()
     gate.open()
@@ -58,7 +58,7 @@ def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int, runs: Ru
         sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[DeviceEvent](), 0
         staging = lab.cache._staging
         for turn in range(25):
-            lab.cache.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
+            lab.cache.tables.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
             events += [
                 buffer.event for buffer in staging._buffers if buffer.event is not None and buffer.event not in events
             ]
@@ -86,9 +86,9 @@ def test_a_stalled_stream_keeps_no_other_waiting(runs: Runs) -> None:
             b = lab.add([7, 8])
         lab.sim.synchronize()
         gate = lab.sim.stall(lab.a)
-        lab.cache.copy_batch_block_offsets(out, a.id)
+        lab.cache.tables.copy_batch_block_offsets(out, a.id)
         for _ in range(20):
-            lab.cache.copy_batch_block_offsets(other, b.id)
+            lab.cache.tables.copy_batch_block_offsets(other, b.id)
             lab.sim.synchronize(lab.sim.record(lab.b))
             assert lab.cache.stats().uploads == 1 and other[0].tolist() == rows_of(lab.cache, b.id, 4)[0].tolist()
         assert lab.cache.stats().most_uploads <= 2 and len(lab.cache._staging._buffers) <= 3
@@ -126,7 +126,7 @@ def test_one_too_many_waits_with_no_lock_held() -> None:
     def stage() -> None:
         try:
             for k in range(3):
-                cache.copy_batch_block_offsets(out, ids[k], rows=k)
+                cache.tables.copy_batch_block_offsets(out, ids[k], rows=k)
         except BaseException as error:
             errors.append(error)
 
@@ -149,7 +149,7 @@ def test_a_table_lives_until_it_was_written() -> None:
     device = Slow()
     cache = KVCacheManager(small_layout(2), device_blocks=8, host_blocks=0, device=device)
     sequence, out = cache.add_sequence([1]), target(1, 4)
-    cache.copy_batch_block_offsets(out, sequence)
+    cache.tables.copy_batch_block_offsets(out, sequence)
     table = weakref.ref(out)
     del out
     gc.collect()
@@ -168,7 +168,7 @@ def test_a_pool_that_is_closed_first_lets_everything_arrive(runs: Runs) -> None:
         lab = Lab(8, 0, seed=seed, progress=progress)
         out, a = target(1, 4), lab.add([1, 2, 3])
         expected = rows_of(lab.cache, a.id, 4)
-        lab.cache.copy_batch_block_offsets(out, a.id)
+        lab.cache.tables.copy_batch_block_offsets(out, a.id)
         lab.release(a)
         lab.cache.close()
         assert (out == expected).all()
@@ -181,12 +181,12 @@ def test_a_pool_that_is_closed_first_lets_everything_arrive(runs: Runs) -> None:
 def test_the_default_is_the_stream_of_all_the_sequences() -> None:
     lab = Lab(8, 0)
     on_b, on_a, out = lab.add([1, 2, 3], stream=lab.b), lab.add([4]), target(2, 4)
-    lab.cache.copy_batch_block_offsets(out, on_b.id)
+    lab.cache.tables.copy_batch_block_offsets(out, on_b.id)
     lab.sim.launch(lab.b, lambda: None, loads=[out])
     with pytest.raises(ValueError, match=rf"stream: .*sequence {on_a.id} .* {on_b.id}"):
-        lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id])
-    lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id], stream=lab.b)
-    lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id])
+        lab.cache.tables.copy_batch_block_offsets(out, [on_b.id, on_a.id])
+    lab.cache.tables.copy_batch_block_offsets(out, [on_b.id, on_a.id], stream=lab.b)
+    lab.cache.tables.copy_batch_block_offsets(out, [on_b.id, on_a.id])
     assert not lab.findings()
 
 
@@ -195,7 +195,7 @@ def test_the_default_is_the_stream_of_all_the_sequences() -> None:
 def test_a_table_that_others_use_without_an_order_is_a_race(other: str, ordered: bool) -> None:
     lab = Lab(8, 0)
     sequence, twin, out = lab.add([1]), lab.add([2], stream=lab.b), target(2, 4)
-    lab.cache.copy_batch_block_offsets(out, sequence.id, stream=lab.a)
+    lab.cache.tables.copy_batch_block_offsets(out, sequence.id, stream=lab.a)
     if ordered and other == "host":
         lab.sim.synchronize(lab.sim.record(lab.a))
     elif ordered:
@@ -206,7 +206,7 @@ def test_a_table_that_others_use_without_an_order_is_a_race(other: str, ordered:
         with lab.sim.host_access(loads=[out]):
             pass
     else:
-        lab.cache.copy_batch_block_offsets(out, twin.id, rows=1, stream=lab.b)
+        lab.cache.tables.copy_batch_block_offsets(out, twin.id, rows=1, stream=lab.b)
     races = lab.findings()
     assert not races if ordered else any("RaceError" in race and "array" in race for race in races), races
 
@@ -214,8 +214,8 @@ def test_a_table_that_others_use_without_an_order_is_a_race(other: str, ordered:
 def test_halves_of_a_table_that_are_targets_by_themselves_are_apart() -> None:
     lab = Lab(8, 0)
     a, b, out = lab.add([1]), lab.add([2], stream=lab.b), target(4, 4)
-    lab.cache.copy_batch_block_offsets(out[:2], a.id)
-    lab.cache.copy_batch_block_offsets(out[2:], b.id)
+    lab.cache.tables.copy_batch_block_offsets(out[:2], a.id)
+    lab.cache.tables.copy_batch_block_offsets(out[2:], b.id)
     assert not lab.findings()
     assert (out[[1, 3]] == GARBAGE).all() and (out[[0, 2]] != GARBAGE).all()
 
@@ -241,7 +241,7 @@ def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
                 if not np.array_equal(out, expected):
                     wrong.append(f"turn {turn}: {out} and not {expected}")
 
-            cache.copy_batch_block_offsets(out, sequence)
+            cache.tables.copy_batch_block_offsets(out, sequence)
             device.launch(stream, read, loads=[out])
             cache.release(sequence, store=False)
             kept.append(out)
@@ -277,7 +277,7 @@ def test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_o
         a, tables = lab.add([1, 2, 3]), out()
         both = [a.id, lab.add([4], stream=lab.b).id]
         with pytest.raises(ValueError, match="stream: .*None"):
-            lab.cache.copy_step_tables(arrays(2, 9, 9, 9), both)
+            lab.cache.tables.copy_step_tables(arrays(2, 9, 9, 9), both)
         with pytest.raises(ValueError, match="which has 3"):
             step(lab, tables, staged, a.id, first=4)  # and nothing has changed
         lab.write(a, 0)
@@ -290,9 +290,9 @@ def test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_o
 
 def step(lab: Lab, tables: StepTables, staged: bool, *args: Any, **more: Any) -> None:
     if staged:
-        lab.cache.copy_step_tables(tables, *args, stream=lab.b, **more)
+        lab.cache.tables.copy_step_tables(tables, *args, stream=lab.b, **more)
     else:
-        lab.cache.step_tables(*args, stream=lab.b, **more)
+        lab.cache.tables.step_tables(*args, stream=lab.b, **more)
 
 
 @RUNS
@@ -302,7 +302,7 @@ def test_step_tables_on_the_host_read_what_no_stream_writes(runs: Runs) -> None:
         lab = Lab(8, 4, seed=seed, progress=progress)
         gate = lab.sim.stall(lab.a)
         a, tables = lab.add([1, 2, 3]), out()
-        lab.cache.step_tables(a.id, out=tables)
+        lab.cache.tables.step_tables(a.id, out=tables)
         check(tables, expected(lab.cache, a.id, [0], [3]))
         gate.open()
         assert not lab.findings(), f"seed {seed}, progress {progress}"
@@ -323,7 +323,7 @@ def test_a_write_that_nobody_declared_is_found_in_tables_and_buffers() -> None:
     for which in ("table", "buffer"):
         lab = Lab(8, 0)
         sequence, out = lab.add([1]), declared_target(2, 4)
-        lab.cache.copy_batch_block_offsets(out, sequence.id)
+        lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
         array = out if which == "table" else lab.cache._staging._buffers[0].array
         array[0] += 1
         with pytest.raises(UndeclaredWrite, match="array"):
@@ -338,7 +338,7 @@ def test_memory_that_is_freed_before_it_was_read_is_a_race() -> None:
     device = SimDevice(progress=0.0)
     cache = KVCacheManager(small_layout(2), device_blocks=4, host_blocks=0, device=device)
     sequence = cache.add_sequence([1])
-    cache.copy_batch_block_offsets(declared_target(1, 2), sequence)
+    cache.tables.copy_batch_block_offsets(declared_target(1, 2), sequence)
     buffer = cache._staging._buffers[0]
     device.free(buffer.array)
     cache._staging._buffers.clear()
@@ -400,7 +400,7 @@ def test_verify_finds_broken_staging(corrupt: Callable[[KVCacheManager], None], 
     cache = KVCacheManager(small_layout(2), device_blocks=4, host_blocks=0, device=device)
     sequence = cache.add_sequence([1])
     for _ in range(2):
-        cache.copy_batch_block_offsets(declared_target(1, 2), sequence)
+        cache.tables.copy_batch_block_offsets(declared_target(1, 2), sequence)
     cache.verify()
     corrupt(cache)
     with pytest.raises(IntegrityError, match=check):
@@ -443,16 +443,16 @@ class Failing(WrappedDevice):
 def test_a_device_that_fails_while_staging_is_reported(call: str) -> None:
     lab = Lab(8, 0, wrap=Failing, staging_depth=1)
     sequence, out = lab.add([1]), declared_target(1, 4)
-    lab.cache.copy_batch_block_offsets(out, sequence.id)
+    lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
     assert isinstance(lab.cache.core.device, Failing)
     lab.cache.core.device.refuses = call
     with pytest.raises(DeviceError, match=f"{call} refused"):
-        lab.cache.copy_batch_block_offsets(out, sequence.id)
+        lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
     lab.cache.core.device.refuses = ""
     if call == "enqueue":
-        lab.cache.copy_batch_block_offsets(out, sequence.id)
+        lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
         assert not lab.findings()
     else:
         with pytest.raises(PoolClosed, match="refused"):
-            lab.cache.copy_batch_block_offsets(out, sequence.id)
+            lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
         lab.cache.close()

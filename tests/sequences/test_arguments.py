@@ -332,7 +332,9 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "blocks_needed": lambda cache, ids: cache.blocks_needed(sequences=ids, new_tokens=[1] * np.size(ids)),
     "evictable_after_release": lambda cache, ids: cache.evictable_after_release(ids),
     "block_table": lambda cache, ids: cache.block_table(ids),
-    "copy_batch_block_offsets": lambda cache, ids: cache.copy_batch_block_offsets(np.zeros((4, 16), np.int32), ids),
+    "copy_batch_block_offsets": lambda cache, ids: cache.tables.copy_batch_block_offsets(
+        np.zeros((4, 16), np.int32), ids
+    ),
     "load_targets": lambda cache, ids: cache.load_targets(ids),
     "fork": lambda cache, ids: cache.fork(ids),
     "reorder": lambda cache, ids: cache.reorder(ids, [0] * np.size(ids)),
@@ -530,7 +532,7 @@ STREAM_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "reserve": lambda busy, stream: busy.cache.reserve([1], stream=stream),
     "load_targets": lambda busy, stream: busy.cache.load_targets(busy.live, stream=stream),
     "block_table": lambda busy, stream: busy.cache.block_table(busy.live, stream=stream),
-    "copy_batch_block_offsets": lambda busy, stream: busy.cache.copy_batch_block_offsets(
+    "copy_batch_block_offsets": lambda busy, stream: busy.cache.tables.copy_batch_block_offsets(
         np.zeros((1, 16), np.int32), busy.live, stream=stream
     ),
 }

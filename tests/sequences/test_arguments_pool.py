@@ -179,7 +179,9 @@ def random_call(engine: Engine, rng: random.Random, ids: list[int]) -> Callable[
             lambda: cache.release(some, store=rng.random() < 0.7),
             lambda: cache.blocks_needed(sequences=some, new_tokens=counts),
             lambda: cache.block_table(some),
-            lambda: cache.copy_batch_block_offsets(np.zeros((3, 7), np.int32), some, max_blocks=rng.choice([None, 2])),
+            lambda: cache.tables.copy_batch_block_offsets(
+                np.zeros((3, 7), np.int32), some, max_blocks=rng.choice([None, 2])
+            ),
             lambda: cache.prefetch(prompts[0]),
             lambda: cache.offload(prompts[0]),
             lambda: cache.pin(keys, tier=rng.choice([None, "host", "device"])).close(),

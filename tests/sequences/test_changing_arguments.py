@@ -155,11 +155,11 @@ def test_keys_are_made_once(make: Make) -> None:
 def test_the_tables_of_a_copy_are_written_and_no_others(make: Make, remade: Callable[[Any], Any]) -> None:
     cache = make().cache
     sequence, step = cache.add_sequence(list(range(5))), StepTables(slot_mapping=np.zeros(9, np.int64))
-    cache.step_tables(sequence, 0, 5, out=step)
+    cache.tables.step_tables(sequence, 0, 5, out=step)
     new, expected = remade(step), step.slot_mapping[:5].tolist()
     shared = new.slot_mapping is step.slot_mapping
     step.slot_mapping[:] = new.slot_mapping[:] = -7
-    cache.step_tables(sequence, 0, 5, out=new)
+    cache.tables.step_tables(sequence, 0, 5, out=new)
     assert new.slot_mapping[:5].tolist() == expected and (shared or (step.slot_mapping == -7).all())
 
 

@@ -18,6 +18,7 @@ from failing import Rig
 from kvpool import KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
 from kvpool.errors import BlockNotFound
 from kvpool.state import verbs
+from parts import public_names, reach
 from tests import debug
 from tests.desk import Desk, Ends
 from tests.race.lab import Lab
@@ -200,21 +201,13 @@ def test_all_other_calls_are_refused_by_name_and_change_nothing() -> None:
     desk = Desk("cpu")
     desk.ready()
     cache = desk.cache
-    names = (
-        {name for name in dir(KVCacheManager) if name[0] != "_"}
-        - ALLOWED
-        - READS_NOTHING
-        - ELSEWHERE
-        - LATER
-        - {"exclusive"}
-    )
+    names = public_names() - ALLOWED - READS_NOTHING - ELSEWHERE - LATER - {"exclusive"}
     assert names >= ARGUMENTS.keys()
     before = picture(cache)
     for name in sorted(names):
         with cache.exclusive():
             with pytest.raises(RuntimeError, match=f"{INSIDE}{name}$"):
-                member = getattr(cache, name)
-                member(*ARGUMENTS.get(name, lambda desk: ())(desk))
+                reach(cache, name)(*ARGUMENTS.get(name, lambda desk: ())(desk))
             assert not cache.core.transfer._queue
         assert picture(cache) == before, name
         desk.check(name)

@@ -132,7 +132,7 @@ def test_a_table_that_is_handed_over_on_a_stream_takes_the_sequence_there_in_all
     with KVCacheManager(groups=layers, device_blocks=[8, 8], device=device, max_sequences=2) as cache:
         sequence = cache.add_sequence(A[:9], stream=device.create_stream("engine"))
         table = np.zeros((1, 4), np.int32)
-        cache.copy_batch_block_offsets(table, [sequence], stream=device.create_stream("other"), group=group)
+        cache.tables.copy_batch_block_offsets(table, [sequence], stream=device.create_stream("other"), group=group)
         cache.verify()
         cache.release(sequence)
     device.close()
@@ -220,10 +220,10 @@ def test_tables_of_an_encoder_are_handed_over_with_its_own_lengths(open_: Open) 
     ids = [request.id for request in pair]
     rows = [engine.table(request, 1) for request in pair]
     target = np.zeros((2, 5), np.int32)
-    engine.cache.copy_batch_block_offsets(target, ids, group=1)
+    engine.cache.tables.copy_batch_block_offsets(target, ids, group=1)
     assert target.tolist() == [[*row, *[-1] * (5 - len(row))] for row in rows]
     indptr, indices, last = np.zeros(3, np.int32), np.zeros(4, np.int32), np.zeros(2, np.int32)
-    engine.cache.copy_batch_block_csr(indptr, indices, last, ids, group=1)
+    engine.cache.tables.copy_batch_block_csr(indptr, indices, last, ids, group=1)
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 3, 4], rows[0] + rows[1], [1, 4])
 
 
@@ -265,7 +265,7 @@ def test_a_state_that_a_reader_pins_is_not_overwritten(open_: Open) -> None:
     """A token is added after those of a block, but a state is another one then."""
     engine = open_(RECURRENT)
     sequence = engine.commit(engine.add(A[:6]))
-    (_, block) = engine.cache.state_blocks(sequence.id)[0]
+    (_, block) = engine.cache.tables.state_blocks(sequence.id)[0]
     with engine.cache.pin_blocks([block]):
         promised = engine.block(block).copy()
         assert engine.cache.blocks_needed(sequences=sequence.id, new_tokens=1) == 1
@@ -345,7 +345,7 @@ def test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both(open_: Open) -> 
     engine.append(first, [1])
     engine.append(second, [2])
     for request in (first, second):
-        assert engine.cache.state_blocks(request.id).tolist() == [[source, engine.table(request)[2]]]
+        assert engine.cache.tables.state_blocks(request.id).tolist() == [[source, engine.table(request)[2]]]
         engine.commit(request)
         assert columns(engine, request) == [2]
 
@@ -358,17 +358,17 @@ def test_an_engine_gets_the_places_of_states(open_: Open) -> None:
     first = engine.add(A[:14])
     row = engine.table(first, 1)
     assert row[0] == -1 and min(row[1:]) >= 0
-    assert engine.cache.state_blocks([first.id], group=1).tolist() == [[-1, row[3]]]
+    assert engine.cache.tables.state_blocks([first.id], group=1).tolist() == [[-1, row[3]]]
     for committed, at in ((3, 1), (8, 1), (9, 2), (12, 2), (13, 3)):
         engine.commit(first, committed)
-        assert engine.cache.state_blocks(first.id, group=1).tolist() == [[row[at], row[3]]]
+        assert engine.cache.tables.state_blocks(first.id, group=1).tolist() == [[row[at], row[3]]]
     second = engine.commit(engine.add(A[:3]))
     (block,) = engine.table(second, 1)
-    states = engine.cache.state_blocks([second.id, first.id], group=1)
+    states = engine.cache.tables.state_blocks([second.id, first.id], group=1)
     assert states.dtype == np.int32 and states.tolist() == [[block, block], [row[3], row[3]]]
     for group, text in ((0, "group: expected a recurrent group, got 0"), (None, "group: .*None"), (2, "group: .*2")):
         with pytest.raises(ValueError, match=text):
-            engine.cache.state_blocks(first.id, group=group)
+            engine.cache.tables.state_blocks(first.id, group=group)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -379,10 +379,10 @@ def test_a_state_is_read_after_what_wrote_it_on_the_stream_that_asked(named: boo
     groups = [LayerGroup(layout, kind="recurrent")]
     cache = KVCacheManager(groups=groups, tokens_per_block=4, device_blocks=[4], device=device, max_sequences=2)
     sequence = cache.add_sequence(A[:3], stream=writer)
-    block = int(cache.state_blocks(sequence)[0, 1])
+    block = int(cache.tables.state_blocks(sequence)[0, 1])
     device.launch(writer, lambda: cache.device_pool.__setitem__((0, 0, block), 1), writes=[(block, 0, 1)])
     cache.commit(sequence, stream=writer)
-    assert cache.state_blocks(sequence, stream=reader if named else None).tolist() == [[block, block]]
+    assert cache.tables.state_blocks(sequence, stream=reader if named else None).tolist() == [[block, block]]
     with nullcontext() if named else pytest.raises(RaceError, match="nothing orders two accesses"):
         device.launch(reader, lambda: None, reads=[(block, 0, 1)])
         device.synchronize()
@@ -482,11 +482,11 @@ def test_a_dense_table_keeps_its_columns_and_csr_leaves_holes_out(make: Make) ->
     assert csr.indptr.tolist() == [0, 4, 5, 9] and csr.last_page_len.tolist() == [2, 3, 1]
     assert csr.indices.tolist() == dense[dense >= 0].tolist()
     outs = [np.full(len(part), 77, np.int32) for part in csr]
-    engine.cache.copy_batch_block_csr(*outs, ids)
+    engine.cache.tables.copy_batch_block_csr(*outs, ids)
     for out, part in zip(outs, csr, strict=True):
         np.testing.assert_array_equal(out, part)
     target = np.full((3, 9), 77, np.int32)
-    engine.cache.copy_batch_block_offsets(target, ids, scale=10)
+    engine.cache.tables.copy_batch_block_offsets(target, ids, scale=10)
     np.testing.assert_array_equal(target[:, :8], np.where(dense < 0, -1, dense * 10))
     assert (target[:, 8] == -1).all()
 

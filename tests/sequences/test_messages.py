@@ -137,8 +137,8 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: at.pool.pin([b"short"]),
     lambda at: at.pool.pin(np.zeros(3)),
     lambda at: at.pool.pin([], owner=5),
-    lambda at: at.pool.copy_batch_block_offsets(np.zeros((1, 4)), [at.sequence]),
-    lambda at: at.pool.copy_batch_block_offsets(np.zeros((0, 4), np.int32), [at.sequence]),
+    lambda at: at.pool.tables.copy_batch_block_offsets(np.zeros((1, 4)), [at.sequence]),
+    lambda at: at.pool.tables.copy_batch_block_offsets(np.zeros((0, 4), np.int32), [at.sequence]),
     lambda at: at.pool.block_table(at.sequence, group=5),
     lambda at: at.pool.layer_loads(parts=0),
     # host caches

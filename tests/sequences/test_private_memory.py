@@ -31,6 +31,7 @@ from kvpool.common.jit import jit
 from kvpool.hostcache import HostLease
 from kvpool.pool import LoadTarget
 from kvpool.storage import Forgotten, Prefetch, StoreRequest
+from parts import PARTS
 from steps import NAMES
 
 FOLDER = str(Path(kvpool.__file__).parent)
@@ -171,7 +172,7 @@ def walk(case: Case, name: str, form: str) -> None:
 PLAIN = re.compile(
     r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
     r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|CircuitBreaker|Call|StoreRequest|StorageManager|Device|Stream|Launcher|SharedTier|LayerLoads"
-    r"|HostTierDescription|StepTables|Operation|type\[.*\]|[\s|])*"
+    r"|HostTierDescription|Tier|BlockOrder|TokenOrder|StepTables|Operation|type\[.*\]|[\s|])*"
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""
 NO_ARRAYS = {
@@ -294,7 +295,9 @@ PACKAGES = kvpool, kvpool.pool, kvpool.hostcache, kvpool.device.memory, storage
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
-    """The public methods of a class, and what makes it unless the pool does."""
+    """The public methods of a class, and what makes it unless the pool does. Those of a pool's parts are the pool's."""
+    for part in PARTS.values() if owner is KVCacheManager else ():
+        yield from ((name, method) for name, method in inspect.getmembers(part, callable) if name[0] != "_")
     for name, method in inspect.getmembers(owner, callable):
         made = name == ("__new__" if "__new__" in vars(owner) else "__init__") and owner not in BUILT
         if (made or not name.startswith("_")) and (owner.__name__, name) not in OF_THE_POOL:
@@ -334,7 +337,8 @@ def test_every_public_class_and_function_is_known_to_the_walk() -> None:
     public = {name for package in PACKAGES for name in _public(package)}
     classes = {name for name, value in public if inspect.isclass(value) and not issubclass(value, BaseException)}
     known = {owner.__name__ for owner in VERBS}
-    assert classes == known | MADE_BY_THE_POOL, "another public class: do callers give it arrays?"
+    parts = {part.__name__ for part in PARTS.values()}
+    assert classes == known | parts | MADE_BY_THE_POOL, "another public class: do callers give it arrays?"
     walked = {(case.verb, argument) for case in CASES for argument in case.arrays}
     functions = {(name, argument) for name, call in public if inspect.isfunction(call) for argument in _arguments(call)}
     assert not {f"{name}.{parameter}" for name, parameter in functions - walked} - NO_ARRAYS - IN_PLACE

@@ -62,11 +62,11 @@ def test_a_row_that_shrank_has_no_stale_ids(make: Make) -> None:
     engine = make(T=2, P=16)
     sequence = engine.add(range(9))
     out = target(1, 8)
-    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    engine.cache.tables.copy_batch_block_offsets(out, sequence.id)
     engine.rewind(sequence, 6)
     block_table = engine.cache.block_table(sequence.id)
     assert block_table.dense().shape == (1, 2) and (block_table.table[block_table.rows[0], 2:] == -1).all()
-    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    engine.cache.tables.copy_batch_block_offsets(out, sequence.id)
     np.testing.assert_array_equal(out, whole(engine, [sequence.id], 8))
     assert (out[0, 2:] == -1).all()
 
@@ -110,7 +110,7 @@ def test_rows_are_written_whole_for_any_number_of_columns(make: Make, columns: i
     engine = make(T=2, P=16)
     ids = [engine.add(range(10 * n, 10 * n + length)).id for n, length in enumerate(lengths)]
     out = target(5, columns)
-    engine.cache.copy_batch_block_offsets(out, ids)
+    engine.cache.tables.copy_batch_block_offsets(out, ids)
     np.testing.assert_array_equal(out[:3], whole(engine, ids, columns))
     assert (out[3:] == GARBAGE).all()
 
@@ -119,10 +119,10 @@ def test_sequences_go_to_the_rows_that_are_named(make: Make) -> None:
     engine = make(T=2, P=16)
     ids = [engine.add(range(10 * n, 10 * n + n + 1)).id for n in range(3)]
     out, rows = target(6, 4), np.array([5, 0, 2], np.uint8)
-    engine.cache.copy_batch_block_offsets(out, ids, rows=rows)
+    engine.cache.tables.copy_batch_block_offsets(out, ids, rows=rows)
     np.testing.assert_array_equal(out[rows], whole(engine, ids, 4))
     assert (out[[1, 3, 4]] == GARBAGE).all()
-    engine.cache.copy_batch_block_offsets(out, ids[2], rows=3)
+    engine.cache.tables.copy_batch_block_offsets(out, ids[2], rows=3)
     np.testing.assert_array_equal(out[3], out[2])
 
 
@@ -138,7 +138,7 @@ def test_ids_are_scaled_and_offset_per_pool_and_plane_and_none_stays_none(
     pools = [scale] if isinstance(scale, int) else scale
     shape = ([] if isinstance(scale, int) else [len(pools)]) + ([] if v_offset is None else [2]) + [3, 5]
     out = target(*shape)
-    engine.cache.copy_batch_block_offsets(out, ids, scale=scale, v_offset=v_offset)
+    engine.cache.tables.copy_batch_block_offsets(out, ids, scale=scale, v_offset=v_offset)
     expected, planes = whole(engine, ids, 5), out.reshape(-1, 3, 5)
     offsets = v_offset if isinstance(v_offset, list) else [v_offset] * len(pools)
     wanted = [
@@ -157,7 +157,7 @@ def test_targets_may_be_strided(make: Make) -> None:
     engine = make(T=2, P=16)
     ids = [engine.add([1]).id, engine.add(range(5)).id]
     out = target(2, 6, 2, 9)
-    engine.cache.copy_batch_block_offsets(
+    engine.cache.tables.copy_batch_block_offsets(
         out.transpose(0, 2, 1, 3)[:, :, 1:4, 2:6], ids, rows=[2, 0], scale=[1, 4], v_offset=3
     )
     expected, untouched = whole(engine, ids, 4), np.ones(out.shape, bool)
@@ -181,8 +181,8 @@ def test_any_tables_are_those_of_the_state(make: Make) -> None:
         columns, available = int(rng.integers(12, 20)), int(rng.integers(len(ids), 9))
         rows, cut = rng.permutation(available)[: len(ids)], int(rng.integers(1, 13))
         out, short = target(available, columns), target(available, columns)
-        engine.cache.copy_batch_block_offsets(out, ids, rows=rows)
-        engine.cache.copy_batch_block_offsets(short, np.array(ids), rows=rows.tolist(), max_blocks=cut)
+        engine.cache.tables.copy_batch_block_offsets(out, ids, rows=rows)
+        engine.cache.tables.copy_batch_block_offsets(short, np.array(ids), rows=rows.tolist(), max_blocks=cut)
         expected, expected_short = target(available, columns), target(available, columns)
         expected[rows] = whole(engine, ids, columns)
         expected_short[rows, :cut] = expected[rows, :cut]
@@ -192,7 +192,7 @@ def test_any_tables_are_those_of_the_state(make: Make) -> None:
 
 def test_an_empty_list_of_sequences_makes_no_work(make: Make) -> None:
     engine, out = make(), target(2, 2)
-    engine.cache.copy_batch_block_offsets(out, [])
+    engine.cache.tables.copy_batch_block_offsets(out, [])
     assert (out == GARBAGE).all() and not engine.cache._staging._buffers
 
 
@@ -290,7 +290,7 @@ def test_bad_arguments_are_named_and_change_nothing(
     out = target(*out) if isinstance(out, tuple) else out
     before, written = picture(engine), np.array(out)
     with pytest.raises(error, match=message):
-        engine.cache.copy_batch_block_offsets(out, ids, **options)
+        engine.cache.tables.copy_batch_block_offsets(out, ids, **options)
     assert picture(engine) == before
     np.testing.assert_array_equal(out, written)
 
@@ -337,8 +337,8 @@ def test_only_columns_in_use_travel() -> None:
 
     device.enqueue = noted  # type: ignore[method-assign]
     for most in (None, 2, 5):
-        engine.cache.copy_batch_block_offsets(out, ids, max_blocks=most)
-    engine.cache.copy_batch_block_offsets(out, ids[0])
+        engine.cache.tables.copy_batch_block_offsets(out, ids, max_blocks=most)
+    engine.cache.tables.copy_batch_block_offsets(out, ids[0])
     assert widths == [(3, 9), (2, 2), (3, 5), (1, 9)]
     engine.cache.release(ids)
     engine.cache.close()
@@ -355,10 +355,10 @@ def test_a_hand_over_that_the_device_refuses_is_reported_and_the_next_one_goes_t
     for refused in ("allocations", "stages"):
         setattr(device, refused, 1)
         with pytest.raises((DeviceError, MemoryError), match="refused|no memory"):
-            engine.cache.copy_batch_block_offsets(out, sequence.id)
+            engine.cache.tables.copy_batch_block_offsets(out, sequence.id)
         assert (out == GARBAGE).all() and engine.cache._staging.retained == 0
         engine.cache.verify()
-    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    engine.cache.tables.copy_batch_block_offsets(out, sequence.id)
     np.testing.assert_array_equal(out, whole(engine, [sequence.id], 4))
     engine.release(sequence)
     engine.cache.close()
@@ -369,9 +369,9 @@ def test_a_device_that_is_lost_while_staging_closes_the_pool() -> None:
     sequence, out = engine.add(range(5)), target(1, 4)
     device.stages, device.sticky = 1, True
     with pytest.raises(DeviceError, match="staging refused"):
-        engine.cache.copy_batch_block_offsets(out, sequence.id)
+        engine.cache.tables.copy_batch_block_offsets(out, sequence.id)
     with pytest.raises(PoolClosed, match="staging refused"):
-        engine.cache.copy_batch_block_offsets(out, sequence.id)
+        engine.cache.tables.copy_batch_block_offsets(out, sequence.id)
     engine.cache.stats()
     engine.cache.close()
 
@@ -382,7 +382,7 @@ def test_buffers_are_taken_again_and_never_more_than_may_be_under_way(make: Make
     sizes: list[int] = []
     for count in (1, 15, 40, 3, 20, 40, 1):
         out = target(count, 90)
-        engine.cache.copy_batch_block_offsets(out, ids[:count])
+        engine.cache.tables.copy_batch_block_offsets(out, ids[:count])
         np.testing.assert_array_equal(out, whole(engine, ids[:count], 90))
         engine.cache.verify()
         sizes.append(len(engine.cache._staging._buffers))

@@ -24,8 +24,8 @@ Open = Callable[..., GroupsEngine]
 def both(cache: KVCacheManager, out: StepTables, *given: Any, **more: Any) -> list[StepTables]:
     """What the two verbs write into arrays like ``out``."""
     other = StepTables(**{name: None if (array := getattr(out, name)) is None else array.copy() for name in NAMES})
-    assert cache.step_tables(*given, out=out, **more) is out
-    cache.copy_step_tables(other, *given, **more)
+    assert cache.tables.step_tables(*given, out=out, **more) is out
+    cache.tables.copy_step_tables(other, *given, **more)
     return [out, other]
 
 
@@ -42,7 +42,7 @@ def test_tables_of_a_step_are_those_of_the_reference(make: Make) -> None:
         order = random.permutation(len(ids))[: random.integers(0, len(ids) + 1)]
         which, (first, counts) = [ids[i] for i in order], spans(random, [lengths[i] for i in order])
         wanted = expected(engine.cache, which, first, counts)
-        same(engine.cache.step_tables(which, first, counts), wanted)
+        same(engine.cache.tables.step_tables(which, first, counts), wanted)
         spare = int(random.integers(0, 3))
         sizes = (
             len(which) + spare,
@@ -64,10 +64,10 @@ def test_by_default_a_step_computes_what_is_not_committed(make: Make) -> None:
     engine.commit(two, 5)
     ids = [finished.id, two.id]
     wanted = expected(engine.cache, ids, [6, 5], [1, 4])
-    same(engine.cache.step_tables(ids), wanted)
-    same(engine.cache.step_tables(ids, counts=[1, 4]), wanted)
-    same(engine.cache.step_tables(ids, [6, 5]), wanted)
-    same(engine.cache.step_tables(finished.id, 6, 1), expected(engine.cache, [finished.id], [6], [1]))
+    same(engine.cache.tables.step_tables(ids), wanted)
+    same(engine.cache.tables.step_tables(ids, counts=[1, 4]), wanted)
+    same(engine.cache.tables.step_tables(ids, [6, 5]), wanted)
+    same(engine.cache.tables.step_tables(finished.id, 6, 1), expected(engine.cache, [finished.id], [6], [1]))
     check(both(engine.cache, arrays(2, 5, 3, 5), ids)[1], wanted)
 
 
@@ -76,7 +76,7 @@ def test_a_chunk_of_a_prompt_sees_what_is_before_it_and_nothing_after(make: Make
     sequence = engine.add(range(14))
     blocks = engine.cache.block_table(sequence.id).dense()[0].tolist()
     for first, count in ((0, 5), (5, 3), (8, 4), (12, 2), (14, 0), (0, 0)):
-        step = engine.cache.step_tables(sequence.id, first, count)
+        step = engine.cache.tables.step_tables(sequence.id, first, count)
         end = first + count
         assert step.slot_mapping.tolist() == [blocks[t // 4] * 4 + t % 4 for t in range(first, end)]
         assert step.seq_lens.tolist() == [end] and step.table.tolist() == [blocks[: -(-end // 4)]]
@@ -88,7 +88,7 @@ def test_nothing_to_compute_is_written_as_nothing(make: Make) -> None:
     engine = make(T=2, P=8)
     empty = engine.rewind(engine.add([7, 7]), 2)
     for ids, n in (([], 0), ([empty.id], 1)):
-        step = engine.cache.step_tables(ids)
+        step = engine.cache.tables.step_tables(ids)
         assert step.query_start_loc.tolist() == step.indptr.tolist() == [0] * (n + 1)
         assert step.table.shape == (n, 0) and step.last_page_len.tolist() == step.seq_lens.tolist() == [0] * n
         out = arrays(n + 1, 0, 1, 0)
@@ -103,7 +103,10 @@ def test_rows_may_lie_apart_and_parts_of_one_buffer_are_accepted(make: Make) -> 
     ids = [engine.add(range(5)).id, engine.add([1]).id]
     wide, line = np.full((3, 9), GARBAGE, np.int32), np.full(12, GARBAGE, np.int32)
     out = StepTables(table=wide[:2, 2:6], indptr=line[:3], indices=line[3:7], seq_lens=line[7:9])
-    for call in (lambda: engine.cache.step_tables(ids, out=out), lambda: engine.cache.copy_step_tables(out, ids)):
+    for call in (
+        lambda: engine.cache.tables.step_tables(ids, out=out),
+        lambda: engine.cache.tables.copy_step_tables(out, ids),
+    ):
         wide[:], line[:] = GARBAGE, GARBAGE
         call()
         check(out, expected(engine.cache, ids, [0, 0], [5, 1]))
@@ -126,7 +129,7 @@ def test_blocks_that_a_window_has_passed_are_holes_and_left_out_of_the_pages(mak
             committed.append(done)
         first, counts = spans(random, lengths, committed)
         wanted = expected(engine.cache, ids, first, counts)
-        same(engine.cache.step_tables(ids, first, counts), wanted)
+        same(engine.cache.tables.step_tables(ids, first, counts), wanted)
         assert (wanted["slot_mapping"] >= 0).all()
         for step in both(engine.cache, arrays(4, sum(counts) + 1, 11, 33), ids, first, counts):
             check(step, wanted)
@@ -139,12 +142,12 @@ def test_tokens_that_a_window_has_passed_have_no_slots(make: Make) -> None:
     engine.commit(sequence)
     gone = engine.table(sequence).index(-1), len(engine.table(sequence)) - engine.table(sequence)[::-1].index(-1)
     assert gone == (1, 6)
-    engine.cache.step_tables(sequence.id, 24, 6)
+    engine.cache.tables.step_tables(sequence.id, 24, 6)
     for first in (0, 4, 23):
         before = picture(engine)
         for call in (
-            lambda first=first: engine.cache.step_tables(sequence.id, first, 1),
-            lambda first=first: engine.cache.copy_step_tables(arrays(1, 9, 9, 9), sequence.id, first, 1),
+            lambda first=first: engine.cache.tables.step_tables(sequence.id, first, 1),
+            lambda first=first: engine.cache.tables.copy_step_tables(arrays(1, 9, 9, 9), sequence.id, first, 1),
         ):
             with pytest.raises(
                 ValueError, match=rf"first: expected 24 or more for sequence {sequence.id}, whose window"
@@ -160,17 +163,17 @@ def test_each_group_has_tables_of_its_own(open_: Open) -> None:
     ids = [decoder.id, two.id]
     for group in (0, 1):
         wanted = expected(engine.cache, ids, [17, 0], [4, 9], group)
-        same(engine.cache.step_tables(ids, group=group), wanted)
+        same(engine.cache.tables.step_tables(ids, group=group), wanted)
         check(both(engine.cache, arrays(2, 13, 6, 9), ids, group=group)[1], wanted)
     # In a group for cross attention the tokens are the encoder's: first they are written, later they are seen.
     for first, counts in (([0, 0], [7, 0]), ([7, 0], [0, 0])):
         wanted = expected(engine.cache, ids, first, counts, 3)
-        same(engine.cache.step_tables(ids, first, counts, group=3), wanted)
+        same(engine.cache.tables.step_tables(ids, first, counts, group=3), wanted)
         check(both(engine.cache, arrays(2, 7, 2, 2), ids, first, counts, group=3)[1], wanted)
     for bad in ({"group": 2}, {}, {"group": 4}, {"group": True}):
         for call in (
-            engine.cache.step_tables,
-            lambda *given, **more: engine.cache.copy_step_tables(arrays(2, 13, 6, 9), *given, **more),
+            engine.cache.tables.step_tables,
+            lambda *given, **more: engine.cache.tables.copy_step_tables(arrays(2, 13, 6, 9), *given, **more),
         ):
             with pytest.raises((ValueError, TypeError), match="group"):
                 call(ids, **bad)
@@ -185,7 +188,7 @@ def test_beams_share_blocks_until_they_write(make: Make) -> None:
     engine.cache.append_tokens(beams, [1, 2, 3], [1, 1, 1])
     engine.cache.reorder(beams, [1, 1, 2])
     engine.cache.append_tokens(beams, [4, 5, 6], [1, 1, 1])
-    step = engine.cache.step_tables(beams, [7] * 3, [1] * 3)
+    step = engine.cache.tables.step_tables(beams, [7] * 3, [1] * 3)
     same(step, expected(engine.cache, beams, [7] * 3, [1] * 3))
     assert len(set(step.slot_mapping.tolist())) == 3 and len(set(step.table[:, 0].tolist())) == 1
     engine.cache.release(forks)
@@ -245,7 +248,10 @@ def test_bad_arrays_are_named_and_nothing_is_written(
     out = StepTables(**{name: bad.get(name, getattr(good, name)) for name in NAMES})
     was = {name: np.array(array) for name, array in bad.items()}
     before = picture(engine)
-    for call in (lambda: engine.cache.step_tables(ids, out=out), lambda: engine.cache.copy_step_tables(out, ids)):
+    for call in (
+        lambda: engine.cache.tables.step_tables(ids, out=out),
+        lambda: engine.cache.tables.copy_step_tables(out, ids),
+    ):
         with pytest.raises(error, match=message):
             call()
         assert picture(engine) == before
@@ -261,9 +267,9 @@ def test_arrays_that_share_memory_are_refused(make: Make) -> None:
         {"seq_lens": buffer[:2], "slot_mapping": buffer[:10].view(np.int64)},
     ):
         with pytest.raises(ValueError, match="expected memory of its own"):
-            engine.cache.step_tables(sequence.id, out=StepTables(**pair))
+            engine.cache.tables.step_tables(sequence.id, out=StepTables(**pair))
         with pytest.raises(ValueError, match="expected memory of its own"):
-            engine.cache.copy_step_tables(StepTables(**pair), sequence.id)
+            engine.cache.tables.copy_step_tables(StepTables(**pair), sequence.id)
         assert (buffer == GARBAGE).all()
 
 
@@ -289,9 +295,9 @@ def test_tokens_that_a_sequence_has_not_are_refused(
     ids = [engine.add([1]).id, engine.add(range(5)).id]
     before = picture(engine)
     for call in (
-        lambda: engine.cache.step_tables(ids, **given),
-        lambda: engine.cache.step_tables(ids, **given, out=out),
-        lambda: engine.cache.copy_step_tables(out, ids, **given),
+        lambda: engine.cache.tables.step_tables(ids, **given),
+        lambda: engine.cache.tables.step_tables(ids, **given, out=out),
+        lambda: engine.cache.tables.copy_step_tables(out, ids, **given),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -303,8 +309,8 @@ def test_wrong_sequences_are_refused_and_nothing_is_written(make: Make) -> None:
     live, gone = engine.add([1]).id, engine.add([2])
     engine.release(gone)
     calls = (
-        engine.cache.step_tables,
-        lambda ids: engine.cache.step_tables(ids, out=out),
+        engine.cache.tables.step_tables,
+        lambda ids: engine.cache.tables.step_tables(ids, out=out),
     )
     for ids, error in ([live, live], ValueError), ([live, gone.id], UnknownSequence), (None, TypeError):
         before = picture(engine)
@@ -314,9 +320,9 @@ def test_wrong_sequences_are_refused_and_nothing_is_written(make: Make) -> None:
         assert picture(engine) == before and (out.table == GARBAGE).all()
     for wrong in (None, {}, [out.table], tuple(getattr(out, name) for name in NAMES)):
         with pytest.raises(TypeError, match=r"(?s)target: .*StepTables"):
-            engine.cache.copy_step_tables(wrong, live)  # type: ignore[arg-type]
+            engine.cache.tables.copy_step_tables(wrong, live)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"(?s)out: .*StepTables"):
-        engine.cache.step_tables(live, out=out.table)
+        engine.cache.tables.step_tables(live, out=out.table)
     engine.cache.close()
     for ids in ([], [live]):
         for call in calls:
@@ -336,8 +342,8 @@ def test_a_sequence_whose_copy_failed_has_no_tables(make: Make) -> None:
     sequence = engine.add([1])
     engine.cache.core.tokens.sequences["failed"][sequence.id & 0xFFFFFFFF] = 1
     for call in (
-        lambda: engine.cache.step_tables(sequence.id),
-        lambda: engine.cache.copy_step_tables(arrays(1, 1, 1, 1), sequence.id),
+        lambda: engine.cache.tables.step_tables(sequence.id),
+        lambda: engine.cache.tables.copy_step_tables(arrays(1, 1, 1, 1), sequence.id),
     ):
         with pytest.raises(DeviceError, match="lost a block"):
             call()
@@ -349,8 +355,8 @@ def test_a_sequence_that_waits_on_the_host_has_no_tables(make: Make) -> None:
     sequence = engine.add([1, 2, 3])
     engine.cache.swap_out(sequence.id)
     for call in (
-        lambda: engine.cache.step_tables(sequence.id),
-        lambda: engine.cache.copy_step_tables(arrays(1, 3, 3, 3), sequence.id),
+        lambda: engine.cache.tables.step_tables(sequence.id),
+        lambda: engine.cache.tables.copy_step_tables(arrays(1, 3, 3, 3), sequence.id),
     ):
         with pytest.raises((ValueError, UnknownSequence), match="swap"):
             call()

@@ -109,7 +109,7 @@ def test_what_arrives_is_the_csr_form_and_the_rest_is_left_alone(make: Make) -> 
         expected = engine.cache.block_table(ids).csr()
         spare = int(rng.integers(0, 3))
         outs = vectors(*(len(part) + spare for part in expected))
-        engine.cache.copy_batch_block_csr(*outs, ids)
+        engine.cache.tables.copy_batch_block_csr(*outs, ids)
         for out, part in zip(outs, expected, strict=True):
             np.testing.assert_array_equal(out[: len(part)], part)
             assert (out[len(part) :] == GARBAGE).all()
@@ -119,14 +119,14 @@ def test_a_sequence_without_tokens_has_no_blocks_and_no_last_page(make: Make) ->
     engine = make(T=2, P=8)
     empty = engine.rewind(engine.add([7, 7]), 2)
     indptr, indices, last = vectors(2, 0, 1)
-    engine.cache.copy_batch_block_csr(indptr, indices, last, empty.id)
+    engine.cache.tables.copy_batch_block_csr(indptr, indices, last, empty.id)
     assert indptr.tolist() == [0, 0] and last.tolist() == [0]
 
 
 def test_parts_of_one_buffer_are_accepted_where_they_lie_apart(make: Make) -> None:
     engine = make(T=2, P=8)
     sequence, (buffer,) = engine.add(range(5)), vectors(8)
-    engine.cache.copy_batch_block_csr(buffer[:2], buffer[3:6], buffer[2:3], sequence.id)
+    engine.cache.tables.copy_batch_block_csr(buffer[:2], buffer[3:6], buffer[2:3], sequence.id)
     blocks = engine.cache.block_table(sequence.id).dense()[0]
     assert buffer.tolist() == [0, 3, 1, *blocks, GARBAGE, GARBAGE]
 
@@ -169,7 +169,7 @@ def test_bad_vectors_are_named_and_nothing_is_changed(
     arrays = [vectors(argument)[0] if isinstance(argument, int) else argument for argument in given]
     before, written = picture(engine), [np.array(array) for array in arrays]
     with pytest.raises(error, match=message):
-        engine.cache.copy_batch_block_csr(*arrays, ids)
+        engine.cache.tables.copy_batch_block_csr(*arrays, ids)
     assert picture(engine) == before
     for array, was in zip(arrays, written, strict=True):
         np.testing.assert_array_equal(array, was)
@@ -182,7 +182,7 @@ def test_vectors_that_share_memory_are_refused(make: Make) -> None:
     for name, two in (("indptr", "indices"), ("indices", "last_page_len"), ("indptr", "last_page_len")):
         before = picture(engine)
         with pytest.raises(ValueError, match="expected memory of its own"):
-            engine.cache.copy_batch_block_csr(**{**parts, name: other[:4], two: other[3:]}, ids=sequence.id)
+            engine.cache.tables.copy_batch_block_csr(**{**parts, name: other[:4], two: other[3:]}, ids=sequence.id)
         assert picture(engine) == before and (buffer == GARBAGE).all() and (other == GARBAGE).all()
 
 
@@ -200,7 +200,7 @@ def test_statistics_count_the_hand_overs_under_way_and_the_most_there_were() -> 
     seen = []
     for step in (1, 1, 1, -2, 1, -1, 1, 1, -1, -1, -1):
         if step > 0:
-            cache.copy_batch_block_csr(*vectors(2, 3, 1), sequence)
+            cache.tables.copy_batch_block_csr(*vectors(2, 3, 1), sequence)
         else:
             device.done.update(event for event, _ in list(cache._staging._retained)[:-step])
         stats = cache.stats()
@@ -211,7 +211,7 @@ def test_statistics_count_the_hand_overs_under_way_and_the_most_there_were() -> 
     cache.verify()
     device.done.update(event for event, _ in cache._staging._retained)
     assert cache.stats().uploads == 0
-    cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence)
+    cache.tables.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence)
     assert cache.stats().uploads == 1
     cache.release(sequence)
     cache.close()
@@ -220,6 +220,6 @@ def test_statistics_count_the_hand_overs_under_way_and_the_most_there_were() -> 
 
 def test_a_device_that_does_everything_at_once_has_nothing_under_way(make: Make) -> None:
     engine = make(T=2, P=8)
-    engine.cache.copy_batch_block_csr(*vectors(2, 3, 1), engine.add(range(5)).id)
+    engine.cache.tables.copy_batch_block_csr(*vectors(2, 3, 1), engine.add(range(5)).id)
     stats = engine.cache.stats()
     assert (stats.uploads, stats.most_uploads) == (0, 0)

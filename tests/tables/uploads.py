@@ -47,17 +47,17 @@ def _step(cache: KVCacheManager, out: Any, ids: list[int]) -> None:
 FORMS = {
     "dense": Form(
         lambda n, blocks: np.full((n, blocks), GARBAGE, np.int32),
-        lambda cache, out, ids: cache.copy_batch_block_offsets(out, ids),
+        lambda cache, out, ids: cache.tables.copy_batch_block_offsets(out, ids),
         _dense,
     ),
     "csr": Form(
         lambda n, blocks: vectors(n + 1, n * blocks, n),
-        lambda cache, out, ids: cache.copy_batch_block_csr(*out, ids),
+        lambda cache, out, ids: cache.tables.copy_batch_block_csr(*out, ids),
         _csr,
     ),
     "step": Form(
         lambda n, blocks: arrays(n, 4 * n * blocks, blocks, n * blocks),
-        lambda cache, out, ids: cache.copy_step_tables(out, ids),
+        lambda cache, out, ids: cache.tables.copy_step_tables(out, ids),
         _step,
     ),
 }

@@ -65,7 +65,7 @@ class StepTables:
     >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
     >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
     ...     ids = cache.add_sequence_batch([range(6), range(10, 19)]).ids
-    ...     step = cache.step_tables(ids, first=[4, 0], counts=[2, 3])
+    ...     step = cache.tables.step_tables(ids, first=[4, 0], counts=[2, 3])
     ...     print(step.slot_mapping.tolist(), step.seq_lens, step.query_start_loc, step.last_page_len)
     ...     print(step.table.tolist(), step.indptr, step.indices)
     ...     cache.release(ids)
