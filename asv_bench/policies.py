@@ -148,7 +148,12 @@ class Played:
             store.secret = bytes(32)
             self.storage = self.open.enter_context(
                 StorageManager(
-                    self.cache, [store], identity=MODEL, queued_blocks=1 << 20, staging_blocks=1 << 15, interval_ms=1
+                    self.cache,
+                    [store],
+                    identity=MODEL,
+                    queued_blocks=1 << 20,
+                    staging_blocks=1 << 15,
+                    interval_seconds=1e-3,
                 )
             )
 

@@ -135,7 +135,7 @@ class StoreEngine(Engine):
     def admit(self) -> None:
         for chat in list(self.waiting)[: self.running_max - len(self.running)]:
             # Not long: blocks that were loaded for others may have to be used before there is room.
-            self.storage.prefetch(self.cache.block_keys(chat.tokens), deadline=0.2).wait()
+            self.storage.prefetch(self.cache.block_keys(chat.tokens), timeout=0.2).wait()
         super().admit()
 
 

@@ -38,7 +38,7 @@ from kvpool.pool.core import MAX_MS, Names, host_states
 from kvpool.pool.deadlines import Deadlines
 from kvpool.pool.explain import Missed
 from kvpool.state import hostcache, records, saving, verbs
-from kvpool.state.arrays import POLICIES
+from kvpool.state.arrays import LRU, POLICIES, PolicyName
 from kvpool.state.hashing import namespace_root
 from kvpool.state.verify import verify_states
 
@@ -120,7 +120,7 @@ class HostCache(Closing):
         secret: bytes | None = None,
         event_capacity: int = 0,
         clock: Callable[[], int] | None = None,
-        policy: str = "lru",
+        policy: PolicyName = LRU,
         history: int = 0,
     ) -> None:
         self.policy = choice_argument("policy", policy, POLICIES)

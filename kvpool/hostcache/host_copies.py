@@ -7,11 +7,11 @@ import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from kvpool.common.arguments import id_array, list_argument
+from kvpool.common.arguments import Ids, id_array, list_argument
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.paged import PagedKV, Plane
@@ -19,7 +19,7 @@ from kvpool.common.arrays.strided import as_strided
 from kvpool.common.jit import jit
 from kvpool.common.process import Closing, Process
 from kvpool.device import get_device
-from kvpool.device.base import NULL_EVENT, Device, DeviceEvent
+from kvpool.device.base import NULL_EVENT, Device, DeviceEvent, StreamLike
 from kvpool.device.cuda import device_at
 from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, TO, Layers, Region
 from kvpool.device.work import Fragments
@@ -46,7 +46,7 @@ class HostCopy:
         """Wait until the copy is done. Raises DeviceError."""
         self._copies.synchronize(self._events[-1])
 
-    def follow(self, stream: object, layer: int | None = None) -> None:
+    def follow(self, stream: StreamLike, layer: int | None = None) -> None:
         """Have work that is enqueued on ``stream`` from now on wait for the copy, or for the part of it that has a
         ``layer`` of the group. The caller does not wait. Raises TypeError, ValueError, DeviceError, PoolClosed."""
         last = self.layers - 1 if layer is None else integer_argument("layer", layer, 0, self.layers - 1)
@@ -108,7 +108,7 @@ class HostCopies(Closing):
         blocks_per_host_block: int = 1,
         first_byte: int = 0,
         places: Sequence[HostPlace | None] = (),
-        device: str | Device = "auto",
+        device: Literal["auto", "cpu", "cuda", "sim"] | Device = "auto",
     ) -> None:
         if not isinstance(tier, HostTier):
             raise TypeError(f"tier: expected a HostTier, got {tier!r:.80}")
@@ -144,12 +144,12 @@ class HostCopies(Closing):
 
     def copy_in(
         self,
-        blocks: object,
-        host_blocks: object,
+        blocks: Ids,
+        host_blocks: HostSlots | Ids,
         *,
         skip_prefix_n_tokens: int = 0,
         n_tokens: int | None = None,
-        stream: object = None,
+        stream: StreamLike = None,
         group: int = 0,
         layer_parts: int = 1,
     ) -> HostCopy:
@@ -185,12 +185,12 @@ class HostCopies(Closing):
 
     def copy_out(
         self,
-        blocks: object,
-        host_blocks: object,
+        blocks: Ids,
+        host_blocks: HostSlots | Ids,
         *,
         skip_prefix_n_tokens: int = 0,
         n_tokens: int | None = None,
-        stream: object = None,
+        stream: StreamLike = None,
         group: int = 0,
         layer_parts: int = 1,
     ) -> HostCopy:
@@ -200,13 +200,13 @@ class HostCopies(Closing):
     def _copy(
         self,
         into_host: bool,
-        blocks: object,
-        host_blocks: object,
-        skip: object,
-        n_tokens: object,
-        stream: object,
-        group: object,
-        layer_parts: object,
+        blocks: Ids,
+        host_blocks: HostSlots | Ids,
+        skip: int,
+        n_tokens: int | None,
+        stream: StreamLike,
+        group: int,
+        layer_parts: int,
     ) -> HostCopy:
         pages = self._groups[integer_argument("group", group, 0, len(self._groups) - 1)]
         if not into_host and not pages.cache.writable:
@@ -237,7 +237,7 @@ class HostCopies(Closing):
             events.append(device.record(stream))
         return events
 
-    def _host_blocks(self, host_blocks: object) -> Int64s:
+    def _host_blocks(self, host_blocks: HostSlots | Ids) -> Int64s:
         if not isinstance(host_blocks, HostSlots):
             return id_array("host_blocks", host_blocks)
         if host_blocks.fingerprint != self.tier.fingerprint:
@@ -255,7 +255,7 @@ class HostCopies(Closing):
         if event is not NULL_EVENT and not self._drained:
             self._device.synchronize(event)
 
-    def hold_back(self, stream: object, event: DeviceEvent) -> None:
+    def hold_back(self, stream: StreamLike, event: DeviceEvent) -> None:
         """Have a stream wait for an event."""
         on = self._device.as_stream(stream)
         with self._lock:

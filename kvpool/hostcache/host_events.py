@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from kvpool.hostcache.opaque_keys import unpacked
 from kvpool.pool import events as kv_events
 from kvpool.state.tiers import CLEARED, CREATED
+
+HostEventKind: TypeAlias = Literal["created", "stored", "removed", "updated", "cleared"]
 
 
 class HostEvent(NamedTuple):
@@ -16,7 +18,7 @@ class HostEvent(NamedTuple):
     ``number`` counts keys. For a reader that has seen everything, it equals ``next`` of the event before.
     """
 
-    kind: str
+    kind: HostEventKind
     number: int
     keys: tuple[bytes, ...] = ()
     priority: int = 0
@@ -33,7 +35,7 @@ def decoded(taken: kv_events.Taken) -> list[HostEvent]:
     events, number = [], taken.number
     for (kind, priority), same in groupby(enumerate(rows), lambda row: row[1]):
         places = [place for place, _ in same]
-        name = kv_events.KINDS[kind]
+        name = cast("HostEventKind", kv_events.KINDS[kind])
         if kind in (CREATED, CLEARED):
             events += [HostEvent(name, number + i) for i in range(len(places))]
         else:

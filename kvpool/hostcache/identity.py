@@ -67,7 +67,7 @@ class ModelIdentity:
     model: str
     revision: str
     kv_dtype: str
-    layout: Any
+    layout: str | BlockLayout | Sequence[BlockLayout]
     hash_version: str
     kv_scales: str = ""
     # Class variables are not fields: two identities with the same texts are equal.

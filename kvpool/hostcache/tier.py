@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -133,6 +133,14 @@ class HostTierDescription:
         return HostTierDescription.from_json, (self.to_json(),)
 
 
+class HostBlocks(Protocol):
+    """The sizes of a ``HostCache``, and whose KV it has."""
+
+    host_blocks: int
+    block_bytes: int
+    identity: ModelIdentity
+
+
 class HostTier(Closing):
     """The memory of the host blocks of a ``HostCache``: ``blocks`` uint8[host_blocks, block_bytes].
 
@@ -184,7 +192,7 @@ class HostTier(Closing):
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
 
     @classmethod
-    def of(cls, cache: Any, *, memory: AnyArray | None = None) -> HostTier:
+    def of(cls, cache: HostBlocks, *, memory: AnyArray | None = None) -> HostTier:
         """The tier that belongs to a ``HostCache``."""
         return cls(cache.host_blocks, cache.block_bytes, identity=cache.identity, memory=memory)
 

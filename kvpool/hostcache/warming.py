@@ -21,6 +21,7 @@ from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state import control, saving
+from kvpool.state.arrays import PolicyName
 
 _WIDTH = 4
 
@@ -61,7 +62,7 @@ def run_all() -> None:
     warm_host_cache(("agent", "adaptive"))
 
 
-def warm_host_cache(policies: Iterable[str] = ()) -> None:
+def warm_host_cache(policies: Iterable[PolicyName] = ()) -> None:
     """All calls of a host cache on a few keys, its copies on the CPU, and the rows of jobs of stores. And what
     these ``policies`` add."""
     keys, pages = [b"a", b"b"], np.zeros((4, 16), np.uint8)

@@ -389,7 +389,7 @@ HOST_STORAGE_DEFINITIONS = (
         "Keys that stores were asked for, or were not as there was no room (refused), and blocks that came from them "
         "(loaded) and that they have kept (saved).",
         "kind",
-        {name: name for name in ("asked", "refused", "loaded", "saved")},
+        {"asked": "asked", "refused": "refused", "loaded": "loaded_blocks", "saved": "saved_blocks"},
     ),
     _pool(
         COUNTER,
@@ -405,7 +405,7 @@ HOST_STORAGE_DEFINITIONS = (
         "Keys that are looked for (searching), and blocks that are reserved for loads (loading; hung: those that were "
         "given up), pinned for saves (saving) and that wait to be saved (waiting).",
         "kind",
-        {name: name for name in ("searching", "loading", "hung", "saving", "waiting")},
+        {"waiting": "waiting_blocks", **{name: name for name in ("searching", "loading", "hung", "saving")}},
     ),
 )
 """The metrics of a ``HostStorageManager``."""

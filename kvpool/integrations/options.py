@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import kvpool
 from kvpool.common.sizes import parse_size
@@ -66,7 +66,7 @@ class EngineOptions:
     """Which hits are loaded: each ("always"), or what comes sooner than the engine computes it ("faster")."""
     compute_seconds: float = 0.0
     """How long the engine computes the tokens of one block, for "faster" where the plug-in does not see it."""
-    policy: str = "lru"
+    policy: Literal["lru", "reuse", "agent", "adaptive"] = "lru"
     """Which block of the host memory goes next, as in a pool."""
     host_memory: int = 0
     """Bytes of host memory of all workers together."""

@@ -24,7 +24,7 @@ from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.lent_rows import row_padding_of, staging_rows
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import OK, Bytes, Rows, Store
-from kvpool.storage.store_requests import StoreRequest
+from kvpool.storage.store_requests import RequestKind, StoreRequest
 from kvpool.storage.store_worker import StoreWorker
 from kvpool.storage.urls import open_store
 
@@ -35,7 +35,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 Copy = Callable[[int, Bytes], None]
 
 
-def check_store(options: EngineOptions, **names: object) -> None:
+def check_store(options: EngineOptions, **names: str | int | None) -> None:
     """Raises what ``open_store`` raises for the store that the options name."""
     open_store(options.stores[0], part="check", **names)
 
@@ -185,7 +185,7 @@ class StagedBlocks:
         model: str,
         elements: str,
         layout: str,
-        **names: object,
+        **names: str | int | None,
     ) -> StagedBlocks:
         """The blocks of one part of an engine's KV, in the store that the options have for it. ``elements`` is the type
         of the elements by the engine's word; ``names`` are for ``open_store``. Raises what that and the constructor
@@ -280,10 +280,10 @@ class StagedBlocks:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _deadline(self, kind: str) -> float:
+    def _deadline(self, kind: RequestKind) -> float:
         return self.worker.now() + self.seconds[kind]
 
-    def _staged(self, kind: str, names: Sequence[bytes], copy: Copy, until: float = math.inf) -> list[bool]:
+    def _staged(self, kind: RequestKind, names: Sequence[bytes], copy: Copy, until: float = math.inf) -> list[bool]:
         """Load or save, as many blocks at a time as there are rows. What has not come ``until`` then does not."""
         done, start = [False] * len(names), 0
         loan = self._loan()
@@ -314,12 +314,12 @@ class StagedBlocks:
         """Give back the rows of a loan, or release the request that has got them."""
         self.worker.give_back(loan)
         for request in self.worker.requests:
-            if request.owner is loan and request.held:
+            if request.owner == id(loan) and request.held:
                 self.worker.release(request)
 
     def _move(
         self,
-        kind: str,
+        kind: RequestKind,
         keys: BlockNames,
         rows: Rows,
         deadline: float,
@@ -336,14 +336,14 @@ class StagedBlocks:
         with self._lock:
             if resets != self._resets:
                 return  # The rows have what was there before the reset.
-            job = begin(keys, rows, deadline=deadline, owner=loan, taken=loan)
+            job = begin(keys, rows, deadline=deadline, owner=id(loan), taken=loan)
         for index in np.flatnonzero(self._codes(job) == OK).tolist():
             if kind == jobs.LOAD:
                 copy(start + index, worker.memory[rows[index]])
             done[start + index] = True
 
     @contextmanager
-    def _watched(self, kind: str, count: int) -> Iterator[bool]:
+    def _watched(self, kind: RequestKind, count: int) -> Iterator[bool]:
         """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
         usable = count > 0 and self.worker.usable(kind)
         if count and not usable:

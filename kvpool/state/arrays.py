@@ -7,7 +7,7 @@ import itertools
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +50,11 @@ from kvpool.state.records import (
 # -- records of policies ---------------------------------------------------------------------------------
 
 
-LRU = "lru"
+LRU: Final = "lru"
 _GHOST_BLOCKS = 1 << 15
 """This many blocks, or up to twice as many, are enough to compare policies by."""
-POLICIES = (LRU, "reuse", "agent", "adaptive")
+PolicyName: TypeAlias = Literal["lru", "reuse", "agent", "adaptive"]
+POLICIES: tuple[PolicyName, ...] = (LRU, "reuse", "agent", "adaptive")
 POLICY_BYTES = 12
 """Bytes for each block, at most. The tables of pauses take some 90 KB more."""
 _BLOCKS_PER_CHAIN, _BLOCKS_PER_CHAIN_OF_TWO, _BLOCKS_PER_NAME, _LEAST = 6.75, 9.75, 2, 16

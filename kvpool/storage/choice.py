@@ -8,8 +8,8 @@ import threading
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvpool.common.arguments import number_argument
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.storage.circuit_breaker import number_argument
 
 BUDGET = 0.01
 """Loads may lose this share of the time that computing all hits would take."""

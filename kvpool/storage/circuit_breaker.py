@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from kvpool.common.arguments import number_argument
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.storage.store_requests import DROPS, FIND, LOAD, SAVE, StoreRequest
 
@@ -164,15 +161,6 @@ class CircuitBreaker:
         elif kind.probing:
             kind.wait = min(2 * kind.wait, self._wait_max)
             kind.probing, kind.found, kind.probe_at = False, False, self._clock() + kind.wait
-
-
-def number_argument(name: str, value: Any, least: float = 0.0) -> float:
-    """A time in seconds, or a rate, finite and not below ``least``. Raises TypeError or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name}: expected numbers, got {value!r:.80}")
-    if not least <= value <= sys.float_info.max:
-        raise ValueError(f"{name}: expected finite numbers from {least:g}, got {value!r:.80}")
-    return float(value)
 
 
 def _failed(request: StoreRequest) -> bool | None:

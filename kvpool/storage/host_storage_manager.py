@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 
-from kvpool.common.arguments import list_argument, text_argument
+from kvpool.common.arguments import list_argument, number_argument, text_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.process import Closing, stays_here
@@ -21,14 +21,14 @@ from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
 from kvpool.pool.explain import Missed
 from kvpool.storage.choice import LoadPolicy
-from kvpool.storage.circuit_breaker import BreakerStats, number_argument
+from kvpool.storage.circuit_breaker import BreakerStats
 from kvpool.storage.host_cache_adapter import HostCacheAdapter, StoreChange
 from kvpool.storage.key_loads import KeyLoads
 from kvpool.storage.recovery import Recovery
 from kvpool.storage.store import NO_LIMIT, Store, store_argument
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_worker import PATIENCE_SECONDS, StoreWorker
-from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, TierStorage, open_workers
+from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, SaveMode, TierStorage, open_workers
 
 Keys = Iterable[bytes]
 UNREAD_SECONDS = 10.0
@@ -42,13 +42,13 @@ class HostStorageManagerStats:
 
     asked: int
     """keys that were not in the cache, and for which the stores were asked"""
-    loaded: int
+    loaded_blocks: int
     """blocks that came from a store, and could be found in the cache then"""
     missed: dict[str, int]
     """keys that did not come, by reason: "absent", "failed", "damaged", "late" (what the stores said), "cancelled"
     (``forget``, ``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store
     is usable), "taken" (the engine has written the block itself meanwhile), "declined" (by the policy of the store)"""
-    saved: int
+    saved_blocks: int
     """blocks that a store has kept. A block that two stores keep counts twice."""
     unsaved: dict[str, int]
     """blocks that a store has not kept, by reason: what the store said, "quota", "evicted" (they had left the cache),
@@ -62,7 +62,7 @@ class HostStorageManagerStats:
     """blocks of these that were given up, and that a call of a store may still write"""
     saving: int
     """blocks that are pinned for saves"""
-    waiting: int
+    waiting_blocks: int
     """blocks whose save has not begun. A block that waits for two stores counts twice."""
     suspended: tuple[str, ...]
     """stores that have failed, and are not asked for a while"""
@@ -74,7 +74,7 @@ class HostStorageManagerStats:
     """keys that no store was asked for: all room was taken by what had come or was on its way, for a request that does
     not wait, or has waited. ``asked`` has them not,
     and a key that is looked for in each step counts in each."""
-    unread: int = 0
+    promoted_blocks: int = 0
     """blocks that have come for requests that have neither pinned them nor ended. With ``loading``, they take the room
     for loads."""
 
@@ -148,7 +148,7 @@ class HostStorageManager(Closing):
         stores: Sequence[Store],
         *,
         identity: ModelIdentity | None = None,
-        save: str = COMMIT,
+        save: SaveMode = COMMIT,
         load_share: float = 0.5,
         save_share: float = 0.25,
         load_seconds: float = 2.0,
@@ -163,7 +163,7 @@ class HostStorageManager(Closing):
             raise TypeError(f"cache, tier: expected a HostCache and its HostTier, got {cache!r:.80}, {tier!r:.80}")
         if tier.fingerprint != cache.fingerprint:
             raise ValueError("tier: expected the memory of this cache, of the same model and sizes, got another")
-        save = choice_argument("save", save, SAVES)
+        mode = choice_argument("save", save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)
         load_seconds = number_argument("load_seconds", load_seconds)
@@ -185,13 +185,13 @@ class HostStorageManager(Closing):
         # Half of the least time of a find: it is a store request that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(store_list), save_seconds / 2)
         self._cache, self._clock = cache, clock
-        self._on_publish = save == COMMIT
+        self._on_publish = mode == COMMIT
         self._recovery = Recovery(self._recover)
         stays_here(self)
         self._workers = open_workers(
             store_list, lambda store: StoreWorker(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
-        self._adapter = HostCacheAdapter(cache, self._workers, save, save_room, limit)
+        self._adapter = HostCacheAdapter(cache, self._workers, mode, save_room, limit)
         self._storage = TierStorage[bytes](
             self._adapter, self._workers, cache.host_blocks, save_seconds, chosen, load_room, UNREAD_SECONDS, clock
         )
@@ -201,7 +201,7 @@ class HostStorageManager(Closing):
 
     # -- what the scheduler calls --------------------------------------------------------------------
 
-    def find(self, key: bytes, hit: str = "") -> int:
+    def find(self, key: bytes, request: str = "") -> int:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
         stores, and is PENDING meanwhile. ``hit``: names the request; ``policies`` judge the keys of one together. What
         comes for it counts against the room for loads until ``pin`` with this ``owner``, or ``finish``. Raises
@@ -211,12 +211,12 @@ class HostStorageManager(Closing):
             self._settle()
         state = self._cache.find(checked_key)
         if state == self._cache.HERE:
-            self._storage.add_user_of_unread((checked_key,), hit)
+            self._storage.add_user_of_unread((checked_key,), request)
             return state
         with self._recovery:
-            return self._loads.answers((checked_key,), (state,), hit)[0]
+            return self._loads.answers((checked_key,), (state,), request)[0]
 
-    def lookup(self, keys: Keys, hit: str = "") -> Uint8s:
+    def lookup(self, keys: Keys, request: str = "") -> Uint8s:
         """``find`` for each key: uint8[n]."""
         checked_keys = keys_argument(keys)
         if self._step_begins or self._recovery.needed:
@@ -224,11 +224,11 @@ class HostStorageManager(Closing):
         answers = self._cache.lookup(checked_keys)
         here = answers == self._cache.HERE
         if self._storage.unread:
-            self._storage.add_user_of_unread(compress(checked_keys, here.tolist()), hit)
+            self._storage.add_user_of_unread(compress(checked_keys, here.tolist()), request)
         if not here.all():
             others = list(compress(checked_keys, (~here).tolist()))
             with self._recovery:
-                answers[~here] = self._loads.answers(others, answers[~here].tolist(), hit)
+                answers[~here] = self._loads.answers(others, answers[~here].tolist(), request)
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:

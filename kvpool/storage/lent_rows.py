@@ -8,7 +8,7 @@ import numpy as np
 
 from kvpool.common.changes import Step
 from kvpool.storage.store import Bytes, Store, store_argument
-from kvpool.storage.store_requests import LOAD
+from kvpool.storage.store_requests import LOAD, RequestKind
 
 PAGE_BYTES = 4096
 
@@ -45,11 +45,11 @@ class LentRows:
     def __len__(self) -> int:
         return len(self._free)
 
-    def free(self, kind: str) -> int:
+    def free(self, kind: RequestKind) -> int:
         """How many rows a request of this kind can take now."""
         return max(0, len(self._free) - (0 if kind == LOAD else self._kept_for_loads))
 
-    def lending(self, kind: str, most: int, taken: list[int]) -> tuple[Step, Step]:
+    def lending(self, kind: RequestKind, most: int, taken: list[int]) -> tuple[Step, Step]:
         """The steps that move up to ``most`` rows to a list of the caller's."""
         first = len(self._free) - min(most, self.free(kind))
         return partial(taken.extend, self._free[first:]), partial(self._free.__delitem__, slice(first, None))

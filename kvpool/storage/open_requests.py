@@ -20,7 +20,7 @@ from kvpool.storage.lent_rows import LentRows
 from kvpool.storage.store import CANCELLED, CODES, LATE, OK, Bytes, Rows
 from kvpool.storage.store_figures import StoreFigures, StoreStats
 from kvpool.storage.store_queue import RequestHeap, StoreCall, StoreQueue
-from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, Keys, StoreRequest
+from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, Keys, RequestKind, StoreRequest
 
 
 class OpenRequests:
@@ -121,7 +121,7 @@ class OpenRequests:
             if not request.done:
                 self._settle(request, CANCELLED)
 
-    def check_room(self, kind: str, blocks: int) -> None:
+    def check_room(self, kind: RequestKind, blocks: int) -> None:
         """Raise StoreBusy if no more blocks of requests of this kind may wait."""
         with self._lock, self._changes:
             try:
@@ -157,7 +157,7 @@ class OpenRequests:
         with self._lock, self._changes:
             return self._figures.stats(queue.waiting, len(queue.running), len(queue.drops), store)
 
-    def take(self, kind: str, most: int, timeout: float, taken: list[int]) -> None:
+    def take(self, kind: RequestKind, most: int, timeout: float, taken: list[int]) -> None:
         """Move free rows to a list, as ``StoreWorker.take`` says."""
         rows = self._rows
         if rows is None:
@@ -175,7 +175,7 @@ class OpenRequests:
 
         self.wait_until(took, timeout)
 
-    def free(self, kind: str) -> int:
+    def free(self, kind: RequestKind) -> int:
         """How many rows a request of this kind can take now."""
         return 0 if self._rows is None else self._rows.free(kind)
 

@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvpool.common.arguments import Namespace, bool_argument, list_argument, namespace_argument, token_array
+from kvpool.common.arguments import (
+    Namespace,
+    bool_argument,
+    list_argument,
+    namespace_argument,
+    number_argument,
+    token_array,
+)
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.arrays.strided import in_numpy
@@ -27,11 +34,11 @@ from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.pool.events import Events
 from kvpool.pool.explain import Explanation, InStores
-from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
+from kvpool.pool.keys import BlockKeys, Keys, Match, Prompt, is_keys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.storage.choice import SLOWEST, LoadOrCompute
-from kvpool.storage.circuit_breaker import BreakerStats, CircuitBreaker, number_argument
+from kvpool.storage.circuit_breaker import BreakerStats, CircuitBreaker
 from kvpool.storage.forgotten import Forgotten
 from kvpool.storage.lent_rows import row_padding_of, staging_rows
 from kvpool.storage.pool_adapter import (
@@ -48,7 +55,7 @@ from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store, store_argument
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.store_worker import StoreWorker
-from kvpool.storage.tier_storage import EVICT, SAVES, TierStorage, open_workers
+from kvpool.storage.tier_storage import COMMIT, EVICT, SAVES, SaveMode, TierStorage, open_workers
 from kvpool.storage.urls import open_store
 
 BLOCKS_PER_TURN = 64
@@ -146,30 +153,33 @@ class StorageManager(Closing):
         stores: Sequence[Store | str],
         *,
         identity: ModelIdentity,
-        save: str = "commit",
+        save: SaveMode = COMMIT,
         quotas: Mapping[Namespace, int] | None = None,
-        deadline_ms: int = 2000,
+        load_seconds: float = 2.0,
+        save_seconds: float | None = None,
         staging_blocks: int = 64,
         promotion_blocks: int | None = None,
         queued_blocks: int = 4096,
         prefill_tokens_per_s: float | None = None,
         failures: int = 3,
         probe_seconds: float = 5.0,
-        interval_ms: int = 5,
+        interval_seconds: float = 0.005,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         host_blocks = _host_blocks(pool)
         identity, chosen = identity_argument(identity), _stores_argument(stores)
         check_identity(identity, [layout for group in pool.groups for layout in group.layouts])
         _check_secret(pool, chosen)
-        save = choice_argument("save", save, SAVES)
+        mode = choice_argument("save", save, SAVES)
         limits = _quotas_argument(quotas)
-        self._deadline = integer_argument("deadline_ms", deadline_ms, 1, 1 << 31) / 1e3
+        self._load_seconds = number_argument("load_seconds", load_seconds, 1e-3)
+        longest = SAVE_DEADLINES * self._load_seconds if save_seconds is None else save_seconds
+        longest = number_argument("save_seconds", longest, 1e-3)
         rows = integer_argument("staging_blocks", staging_blocks, 2, 1 << 20)
         most = max(1, sum(host_blocks) // 2) if promotion_blocks is None else promotion_blocks
         promotions = integer_argument("promotion_blocks", most, 1, 1 << 31)
         queued = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
-        self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
+        self._interval = number_argument("interval_seconds", interval_seconds, 1e-3, 60.0)
         if prefill_tokens_per_s is not None:
             number_argument("prefill_tokens_per_s", prefill_tokens_per_s, SLOWEST)
         self._pool, self._clock = pool, clock
@@ -177,27 +187,23 @@ class StorageManager(Closing):
         nbytes = max(group.block_bytes for group in pool.groups)
 
         def worker_of(store: Store) -> StoreWorker:
-            health = CircuitBreaker(failures, probe_seconds, clock=clock)
-            row_padding = row_padding_of(store)
-            memory = staging_rows(rows, nbytes + row_padding)
+            health, padding = CircuitBreaker(failures, probe_seconds, clock=clock), row_padding_of(store)
+            memory = staging_rows(rows, nbytes + padding)
             return StoreWorker(
-                store, memory, identity, health=health, staging=True, row_padding=row_padding, warns=True, clock=clock
+                store, memory, identity, health=health, staging=True, row_padding=padding, warns=True, clock=clock
             )
 
         self._workers = open_workers(chosen, worker_of)
-        self._unsaved = Unsaved(pool, save, rows)
+        self._unsaved = Unsaved(pool, mode, rows)
         blocks, kinds = pool.device_blocks + pool.host_blocks, len(cached_groups(pool))
         self._stored = StoredContent(pool, [worker.name for worker in self._workers], blocks + KNOWN_BLOCKS)
-        self._adapter = PoolAdapter(pool, self._stored, limits, save == EVICT)
-        policies = [
-            None
-            if prefill_tokens_per_s is None
-            else LoadOrCompute(prefill_tokens_per_s, kinds * worker.block_bytes, pool.tokens_per_block)
-            for worker in self._workers
-        ]
-        save_seconds = SAVE_DEADLINES * self._deadline
+        self._adapter = PoolAdapter(pool, self._stored, limits, mode == EVICT)
+        policies: list[LoadOrCompute | None] = [None] * len(self._workers)
+        if prefill_tokens_per_s is not None:
+            sizes = [kinds * worker.block_bytes for worker in self._workers]
+            policies = [LoadOrCompute(prefill_tokens_per_s, size, pool.tokens_per_block) for size in sizes]
         self._storage = TierStorage[Content](
-            self._adapter, self._workers, queued, save_seconds, policies, promotions, UNUSED_SECONDS, clock
+            self._adapter, self._workers, queued, longest, policies, promotions, UNUSED_SECONDS, clock
         )
         self._prefetches = Prefetches(pool, self._adapter, self._storage, clock)
         self._orders: deque[tuple[Future[Forgotten], Callable[[], Forgotten]]] = deque()
@@ -213,7 +219,7 @@ class StorageManager(Closing):
 
     # -- for the scheduler ---------------------------------------------------------------------------
 
-    def prefetch(self, prompt: object, deadline: float | None = None, *, spare: float = 0.0) -> Prefetch:
+    def prefetch(self, prompt: Prompt, timeout: float | None = None, *, spare: float = 0.0) -> Prefetch:
         """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
 
         ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
@@ -222,13 +228,13 @@ class StorageManager(Closing):
         pool: blocks enter its host tier. Raises TypeError, ValueError, PoolClosed.
         """
         keys = self._keys(prompt)
-        seconds = self._deadline if deadline is None else number_argument("deadline", deadline)
+        seconds = self._load_seconds if timeout is None else number_argument("timeout", timeout)
         now_s = self._clock()
         handle = Prefetch(keys, now_s + seconds, now_s + number_argument("spare", spare))
         self._wake_for(self._asked, handle)
         return handle
 
-    def match_prefix(self, prompt: object) -> Match:
+    def match_prefix(self, prompt: Prompt) -> Match:
         """What ``KVCacheManager.match_prefix`` says, with ``store_tokens``: how many more tokens could be reused with
         what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
         lost blocks since. Does not change the pool."""
@@ -242,7 +248,7 @@ class StorageManager(Closing):
             return match
         return match._replace(store_tokens=max(0, self._pool.missing_blocks(keys, stored).tokens - match.full_tokens))
 
-    def explain(self, prompt: object) -> Explanation:
+    def explain(self, prompt: Prompt) -> Explanation:
         """Return what ``KVCacheManager.explain`` returns, with the stores that are known to have what the pool lacks,
         and the last trouble with it there: see ``Missed``. For diagnosis, not for every request. Asks no store;
         thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed."""
@@ -260,7 +266,7 @@ class StorageManager(Closing):
 
         return self._pool.explain(keys).with_stores(self._pool.tokens_per_block, of_stores)
 
-    def _keys(self, prompt: object) -> BlockKeys:
+    def _keys(self, prompt: Prompt) -> BlockKeys:
         return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
 
     def events(self, *, snapshot: bool = False) -> Events:
@@ -276,7 +282,7 @@ class StorageManager(Closing):
 
     # -- for operators -------------------------------------------------------------------------------
 
-    def forget(self, prompt: object = None, *, namespace: object = None) -> Forgotten:
+    def forget(self, prompt: Prompt | Keys | None = None, *, namespace: Namespace | None = None) -> Forgotten:
         """Do what ``KVCacheManager.forget`` does, and drop the same content from every store.
 
         From the moment it returns, nobody finds this content in a store and no prefetch brings it, until somebody has

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.storage.store import CODES
-from kvpool.storage.store_requests import KINDS, LOAD, SAVE, StoreRequest
+from kvpool.storage.store_requests import KINDS, LOAD, SAVE, RequestKind, StoreRequest
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,11 @@ class StoreStats:
     """Totals since a worker was made, and its state now."""
 
     name: str
-    blocks: dict[tuple[str, str], int]
+    blocks: dict[tuple[RequestKind, str], int]
     """by kind of request ("find", "load", "save", "forget", "clear") and by code ("absent", "ok", "failed", ...)"""
-    nbytes: dict[str, int]
+    nbytes: dict[RequestKind, int]
     """bytes of the blocks that are OK, by kind"""
-    seconds: dict[str, float]
+    seconds: dict[RequestKind, float]
     """time in calls of the store, of all threads, by kind"""
     refused_requests: int
     """requests for which the queue was full"""
@@ -44,12 +44,12 @@ class StoreFigures:
         if request.kind in (LOAD, SAVE):
             self._nbytes[request.kind] += request.ok * self._block_bytes
 
-    def note_blocks(self, kind: str, counts: dict[str, int]) -> None:
+    def note_blocks(self, kind: RequestKind, counts: dict[str, int]) -> None:
         """Count blocks by code."""
         for code, count in counts.items():
             self._blocks[kind, code] += count
 
-    def note_call(self, kind: str, seconds: float) -> None:
+    def note_call(self, kind: RequestKind, seconds: float) -> None:
         """A call of the store took so long."""
         self._seconds[kind] += seconds
 

@@ -14,7 +14,7 @@ from kvpool.common.changes import Step
 from kvpool.errors import StoreBusy
 from kvpool.storage.calls import NO_CODES
 from kvpool.storage.store import LATE, Rows
-from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, LOAD, SAVE, StoreRequest, Tombstones
+from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, LOAD, SAVE, RequestKind, StoreRequest, Tombstones
 
 _PRIORITY = {FIND: 0, LOAD: 1, SAVE: 2}
 _READS = (FIND, LOAD)
@@ -87,7 +87,7 @@ class StoreQueue:
         # In arrays of one number: to add to one is a single step.
         self._waiting = {bound: np.zeros(1, np.int64) for bound in _BOUND.values()}
 
-    def check_room(self, kind: str, blocks: int) -> None:
+    def check_room(self, kind: RequestKind, blocks: int) -> None:
         """Raise StoreBusy if no more blocks of requests of this kind may wait."""
         waiting = int(self._waiting[_BOUND[kind]][0])
         if waiting + blocks > self._most:
@@ -100,7 +100,7 @@ class StoreQueue:
             return (counted,)
         return counted, self._waiting_requests.putting(_PRIORITY[request.kind], request)
 
-    def leaving(self, kind: str, blocks: int) -> Step:
+    def leaving(self, kind: RequestKind, blocks: int) -> Step:
         """The step by which blocks of a request of this kind wait no more."""
         return partial(self._waiting[_BOUND[kind]].__isub__, blocks)
 
@@ -137,7 +137,7 @@ class StoreQueue:
         del self.running[thread]
         self.drops.returned(thread)
 
-    def _may_begin(self, kind: str) -> bool:
+    def _may_begin(self, kind: RequestKind) -> bool:
         if kind in _READS or len(self.running) < self._savers:
             return True
         return sum(request.kind not in _READS for request, _ in self.running.values()) < self._savers

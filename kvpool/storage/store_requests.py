@@ -6,11 +6,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -28,12 +28,13 @@ Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
 """Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
 
 Call = Callable[["StoreRequest"], object]
-FIND = "find"
-LOAD = "load"
-SAVE = "save"
-FORGET = "forget"
-CLEAR = "clear"
-KINDS = (FIND, LOAD, SAVE, FORGET, CLEAR)
+RequestKind: TypeAlias = Literal["find", "load", "save", "forget", "clear"]
+FIND: Final = "find"
+LOAD: Final = "load"
+SAVE: Final = "save"
+FORGET: Final = "forget"
+CLEAR: Final = "clear"
+KINDS: tuple[RequestKind, ...] = (FIND, LOAD, SAVE, FORGET, CLEAR)
 DROPS = (FORGET, CLEAR)
 
 
@@ -60,7 +61,7 @@ class StoreRequest:
     any more. Only then may the rows be written or freed: a call that hangs may still write to them."""
 
     _worker: RequestOwner
-    kind: str
+    kind: RequestKind
     keys: Keys
     rows: Rows
     lend: Lend | None
@@ -80,8 +81,8 @@ class StoreRequest:
     """Whether such a call is made now."""
     counted: bool = False
     """Whether the figures have it."""
-    owner: object = None
-    """What the caller knows it by."""
+    owner: Hashable = None
+    """What the caller identifies it by."""
     held: bool = False
     """Whether the caller reads the rows."""
     hurried: bool = False
@@ -149,7 +150,8 @@ class StoreRequest:
         self._worker.cancel(self)
 
     def __repr__(self) -> str:
-        return f"Job({self.kind}, blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
+        state = f"blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned}"
+        return f"StoreRequest({self.kind}, {state})"
 
     # -- called by the worker: all but the keys with its lock held ------------------------------------
 

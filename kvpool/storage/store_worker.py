@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ from kvpool.storage.store_requests import (
     Call,
     Keys,
     Lend,
+    RequestKind,
     StoreRequest,
     keys_argument,
     rows_argument,
@@ -201,7 +202,7 @@ class StoreWorker(Closing):
         """Seconds on the worker's clock."""
         return self._clock()
 
-    def usable(self, kind: str) -> bool:
+    def usable(self, kind: RequestKind) -> bool:
         """Whether a request of this kind may be begun now. While the store is suspended, this is true once after each
         wait, for a request that probes it. A drop is no probe. See ``CircuitBreaker``."""
         if kind in DROPS:
@@ -236,7 +237,7 @@ class StoreWorker(Closing):
         tag: bytes | None = None,
         deadline: float = math.inf,
         hold: bool = False,
-        owner: object = None,
+        owner: Hashable = None,
         taken: list[int] | None = None,
     ) -> StoreRequest:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the request is
@@ -255,7 +256,7 @@ class StoreWorker(Closing):
         tag: bytes | None = None,
         limit: int = NO_LIMIT,
         deadline: float = math.inf,
-        owner: object = None,
+        owner: Hashable = None,
         taken: list[int] | None = None,
     ) -> StoreRequest:
         """Save rows of the memory, which nobody may change until the request is returned. ``tag``: of a namespace, made
@@ -365,11 +366,11 @@ class StoreWorker(Closing):
 
     # -- rows ----------------------------------------------------------------------------------------
 
-    def free(self, kind: str) -> int:
+    def free(self, kind: RequestKind) -> int:
         """How many rows a request of this kind can take now."""
         return self._open.free(kind)
 
-    def take(self, kind: str, most: int, timeout: float = 0.0, taken: list[int] | None = None) -> Rows:
+    def take(self, kind: RequestKind, most: int, timeout: float = 0.0, taken: list[int] | None = None) -> Rows:
         """Up to ``most`` free rows for a request of this kind, int64[n]. They are the caller's until a request has
         them, or ``give_back``. Waits up to ``timeout`` seconds for one, as long as others than calls that hang have
         some. There may be none."""
@@ -404,7 +405,7 @@ class StoreWorker(Closing):
 
     def _begin(
         self,
-        kind: str,
+        kind: RequestKind,
         keys: object,
         rows: object,
         done: Call | None = None,
@@ -415,7 +416,7 @@ class StoreWorker(Closing):
         lend: Lend | None = None,
         renews: bool = False,
         hold: bool = False,
-        owner: object = None,
+        owner: Hashable = None,
         taken: list[int] | None = None,
     ) -> StoreRequest:
         checked_keys = keys_argument(keys)

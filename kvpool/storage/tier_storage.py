@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,11 @@ from kvpool.storage.store_worker import StoreWorker
 
 Block = TypeVar("Block", bound=Hashable)
 Lease = TypeVar("Lease")
-COMMIT, EVICT, REUSE = SAVES = "commit", "evict", "reuse"
+SaveMode: TypeAlias = Literal["commit", "evict", "reuse"]
+COMMIT: Final = "commit"
+EVICT: Final = "evict"
+REUSE: Final = "reuse"
+SAVES: tuple[SaveMode, ...] = (COMMIT, EVICT, REUSE)
 """When a block is saved: as soon as it has its content, before it is evicted, or when it has been used again."""
 VICTIMS = 1024
 READ_AT_ONCE = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import platform
 import re
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl
@@ -29,11 +30,12 @@ _PLACES = {"disk": "PATH", "mooncake": "HOST:PORT", "peer": "tcp://HOST:PORT", "
 """the place that these kinds need, after the colon"""
 _OBJECTS = ("clock", "client", "secret", "system", "token", "transform")
 """parameters that cannot be given as text, or must not appear in one"""
-_COUNTS = ("connections", "index_blocks", "threads", "timeout_ms")
-"""options that are numbers"""
+_COUNTS = ("connections", "index_blocks", "threads")
+"""options that are integers"""
+_SECONDS = ("timeout",)
 
 
-def open_store(text: object, **names: object) -> Store:
+def open_store(text: str, **names: str | int | None) -> Store:
     """The store that a text names: ``kind:place?option=value&...``.
 
     ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT``, ``s3://BUCKET/PREFIX`` and ``memory:``; and
@@ -68,6 +70,10 @@ def open_store(text: object, **names: object) -> Store:
         if not re.fullmatch("[0-9]{1,20}", options[name]):
             raise ValueError(f"store.{name}: expected a number, got {options[name]!r:.80} in {text!r:.80}")
         options[name] = int(options[name])
+    for name in set(options) & set(_SECONDS):
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", options[name]):
+            raise ValueError(f"store.{name}: expected seconds, got {options[name]!r:.80} in {text!r:.80}")
+        options[name] = float(options[name])
     make = _class_of(kind)
     _check_options(kind, make, place, options)
     try:
@@ -95,7 +101,7 @@ def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) ->
             raise ValueError(f"store: expected options {', '.join(known)} for {kind!r}, got {name!r:.80}{meant}")
 
 
-def _filled(text: str, names: dict[str, object]) -> str:
+def _filled(text: str, names: Mapping[str, str | int | None]) -> str:
     """A text with the values of the names in braces. Raises ValueError for a name that has none."""
 
     def value(match: re.Match[str]) -> str:

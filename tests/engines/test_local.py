@@ -214,7 +214,7 @@ def test_what_comes_after_a_gap_takes_no_room_from_the_next_prompt(shared: str) 
         assert blocks.here([b"none", *(b"%d" % n for n in range(first, first + 7))]) == 0
     assert blocks._storage is not None
     stats = blocks._storage.stats()
-    assert (stats.loaded, stats.unread, stats.refused) == (14, 0, 0)
+    assert (stats.loaded_blocks, stats.promoted_blocks, stats.refused) == (14, 0, 0)
     blocks.close()
 
 
@@ -224,7 +224,7 @@ def test_a_read_that_fails_takes_no_room_from_the_next_prompt(shared: str) -> No
     blocks = restarted(blocks, 8, stores=[shared])
     with pytest.raises(BlockNotFound), blocks.opened([b"0", b"none", b"1", b"2"]):
         pass
-    assert blocks._storage is not None and blocks._storage.stats().unread == 0
+    assert blocks._storage is not None and blocks._storage.stats().promoted_blocks == 0
     assert blocks.here([b"%d" % n for n in range(4, 8)]) == 4
     blocks.close()
 

@@ -150,7 +150,7 @@ def drive_manager(save: str, seed: int) -> Recorder:
     engine = make_engine(20, 10, secret=bytes(range(32)))
     options = {"save": save, "clock": clock, "quotas": {("a", None): room(6)}}
     # It turns when it is asked to, and no prefetch waits for others to be admitted.
-    options |= {"interval_ms": 60_000, "promotion_blocks": 1000}
+    options |= {"interval_seconds": 60.0, "promotion_blocks": 1000}
     with engine.cache, make_manager(engine, store, **options) as manager:
         for _ in range(STEPS):
             draw, salt = random.random(), random.choice((None, None, None, "a"))
@@ -159,7 +159,7 @@ def drive_manager(save: str, seed: int) -> Recorder:
             if draw < 0.5:
                 recorder.line("seed", engine.seed(tokens, salt=salt))
             elif draw < 0.85:
-                handle = manager.prefetch(prompt, deadline=600.0)
+                handle = manager.prefetch(prompt, timeout=600.0)
                 assert handle.wait(600) and manager.drain(600), manager.stats()
                 recorder.line(f"prefetch {handle.ended}", handle.blocks, engine.seed(tokens, salt=salt))
             elif draw < 0.94:
@@ -221,7 +221,7 @@ def drive_host_manager(save: str, seed: int) -> Recorder:
             assert engine.manager.drain(1e6)
             note_calls(recorder, *stores)
         stats = engine.manager.stats()
-        recorder.line("stats", stats.asked, stats.loaded, stats.missed, stats.saved, stats.unsaved)
+        recorder.line("stats", stats.asked, stats.loaded_blocks, stats.missed, stats.saved_blocks, stats.unsaved)
     finally:
         engine.close()
     return recorder

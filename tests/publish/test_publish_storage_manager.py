@@ -78,7 +78,7 @@ def test_any_calls_with_resets_leave_routers_with_what_there_is(
     engine = make(P=14, S=12, event_capacity=capacity, secret=SECRET)
     documents = [[random.randrange(7) for _ in range(33)] for _ in range(3)]
     prompts = [document[:length] for document in documents for length in (9, 17, 33)]
-    with make_manager(engine, store(24), interval_ms=1, promotion_blocks=1000) as manager:
+    with make_manager(engine, store(24), interval_seconds=0.001, promotion_blocks=1000) as manager:
         publisher = publish(engine, storage=manager, replay_messages=replay_messages)
         routers = [route(publisher, stores=["MEMORY"])]
         engine.seed(prompts[2], 33)
@@ -92,7 +92,7 @@ def test_any_calls_with_resets_leave_routers_with_what_there_is(
             elif draw < 0.25:
                 manager.forget(engine.prompt(prompt))
             elif draw < 0.5:
-                assert manager.prefetch(engine.prompt(prompt), deadline=600.0).wait(600)
+                assert manager.prefetch(engine.prompt(prompt), timeout=600.0).wait(600)
             else:
                 engine.seed(prompt, len(prompt))
             if random.random() < 0.3:

@@ -47,7 +47,7 @@ def serve(servers: list[StoreServer]) -> Serve:
 
 def client(server: StoreServer | str, **options: Any) -> PeerStore:
     return PeerStore(
-        server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, "timeout_ms": 600_000, **options}
+        server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, "timeout": 600.0, **options}
     )
 
 

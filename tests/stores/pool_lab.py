@@ -32,7 +32,7 @@ def make_engine(P: int = 32, S: int = 32, **options: Any) -> Engine:
 
 def make_manager(engine: Engine, stores: Store | Sequence[Store], **options: Any) -> StorageManager:
     chosen = list(stores) if isinstance(stores, (list, tuple)) else [stores]
-    return StorageManager(engine.cache, chosen, **({"identity": IDENTITY, "deadline_ms": 600_000} | options))
+    return StorageManager(engine.cache, chosen, **({"identity": IDENTITY, "load_seconds": 600.0} | options))
 
 
 def store(blocks: int = 256) -> MemoryStore:
@@ -52,7 +52,7 @@ def seed(engine: Engine, manager: StorageManager, prompts: Iterable[Sequence[int
 
 def fetch(engine: Engine, manager: StorageManager, prompt: Sequence[int], **names: Any) -> int:
     """Prefetch a prompt. Return the number of blocks that came."""
-    handle = manager.prefetch(engine.prompt(prompt, **names), deadline=600.0)
+    handle = manager.prefetch(engine.prompt(prompt, **names), timeout=600.0)
     assert handle.wait(600), manager.stats()
     return handle.blocks
 

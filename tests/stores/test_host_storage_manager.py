@@ -191,7 +191,7 @@ def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, 
     engine.manager.poll()
     engine.until(gate.reached.is_set)
     engine.manager.lookup(names(2, 60))
-    assert (engine.manager.stats().saving, engine.manager.stats().waiting) == (4, 6)
+    assert (engine.manager.stats().saving, engine.manager.stats().waiting_blocks) == (4, 6)
     if end == "clear":
         engine.manager.clear()
         assert engine.manager.stats().unsaved == {"cancelled": 10}
@@ -200,8 +200,8 @@ def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, 
     gate.open()
     assert engine.manager.drain(600) if end == "clear" else engine.manager.close(600)
     stats = engine.manager.stats()
-    assert stats.loaded + sum(stats.missed.values()) == stats.asked == 5 and stats.missed["cancelled"] >= 2
-    assert stats.saved + sum(stats.unsaved.values()) == 10
+    assert stats.loaded_blocks + sum(stats.missed.values()) == stats.asked == 5 and stats.missed["cancelled"] >= 2
+    assert stats.saved_blocks + sum(stats.unsaved.values()) == 10
     assert stats.unsaved["cancelled"] == 10
 
 
@@ -248,11 +248,11 @@ def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], st
     engine.until(gate.reached.is_set)
     stats = engine.manager.stats()
     assert engine.cache.stats().pinned == stats.saving == 4
-    assert stats.waiting + stats.saving + stats.unsaved.get("evicted", 0) == 160
+    assert stats.waiting_blocks + stats.saving + stats.unsaved.get("evicted", 0) == 160
     gate.open()
     assert engine.manager.drain(600)
     stats = engine.manager.stats()
-    assert stats.saved + sum(stats.unsaved.values()) == 160 and stats.unsaved["evicted"] > 0
+    assert stats.saved_blocks + sum(stats.unsaved.values()) == 160 and stats.unsaved["evicted"] > 0
     assert engine.cache.stats().pinned == 0
 
 
@@ -261,7 +261,7 @@ def test_what_is_published_and_never_polled_is_bounded(make: Callable[..., Engin
     for first in range(0, 40, 4):
         engine.write(4, first)
     stats = engine.manager.stats()
-    assert stats.waiting == 16 and stats.unsaved == {"crowded": 24}
+    assert stats.waiting_blocks == 16 and stats.unsaved == {"crowded": 24}
 
 
 def test_small_caches_lend_stores_no_more_than_their_share(make: Callable[..., Engine]) -> None:
@@ -276,7 +276,7 @@ def test_small_caches_lend_stores_no_more_than_their_share(make: Callable[..., E
     assert engine.manager.stats().saving == 4
     for gate in gates:
         gate.open()
-    assert engine.manager.drain(600) and engine.manager.stats().saved == 32
+    assert engine.manager.drain(600) and engine.manager.stats().saved_blocks == 32
 
 
 def test_blocks_that_come_and_wait_take_no_more_than_their_share(make: Callable[..., Engine]) -> None:
@@ -417,7 +417,7 @@ def test_keys_that_are_none_are_named(make: Callable[..., Engine], verb: str, gi
     with pytest.raises(TypeError, match="key"):
         engine.manager.find("text")  # type: ignore[arg-type]
     stats = engine.manager.stats()
-    assert (stats.asked, stats.searching, stats.waiting) == (0, 0, 0)
+    assert (stats.asked, stats.searching, stats.waiting_blocks) == (0, 0, 0)
 
 
 def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engine], store: Wrong) -> None:
@@ -430,7 +430,7 @@ def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engin
     gate.open()
     assert engine.manager.drain(600)
     stats = engine.manager.stats()
-    assert stats.saved == 0 and stats.unsaved == {"cancelled": 2}
+    assert stats.saved_blocks == 0 and stats.unsaved == {"cancelled": 2}
     engine.until(lambda: not store.inner.stats()["blocks"])
 
 
@@ -442,7 +442,7 @@ def test_what_is_written_anew_while_it_waits_is_saved_once(make: Callable[..., E
         engine.cache.forget(names(3, 2))
         engine.write(3, 2)
     engine.write(2, 6)
-    assert engine.manager.drain(600) and engine.manager.stats().saved == sum(calls) == 8
+    assert engine.manager.drain(600) and engine.manager.stats().saved_blocks == sum(calls) == 8
     assert not any(engine.manager._adapter._runs)
 
 

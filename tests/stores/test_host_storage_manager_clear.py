@@ -110,7 +110,7 @@ def test_a_key_that_is_forgotten_while_it_comes_is_absent_at_once_and_does_not_c
     said.append(engine.manager.lookup(names(3)).tolist())
     assert said == [[ABSENT] * 3] * 2
     stats = engine.manager.stats()
-    assert (stats.loaded, stats.missed["cancelled"], stats.loading) == (0, 3, 0)
+    assert (stats.loaded_blocks, stats.missed["cancelled"], stats.loading) == (0, 3, 0)
 
 
 def kept(engine: Engine, known: set[bytes]) -> set[bytes]:

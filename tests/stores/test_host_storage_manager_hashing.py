@@ -71,7 +71,7 @@ def test_a_block_that_has_gone_while_its_key_is_hashed_is_not_saved(
     hashing.open()
     assert engine.manager.drain(600)
     stats = engine.manager.stats()
-    assert (stats.saved, stats.unsaved) == (here, {"evicted": 4 - here})
+    assert (stats.saved_blocks, stats.unsaved) == (here, {"evicted": 4 - here})
     assert store.stats()["blocks"] == here and engine.cache.stats().pinned == 0
     engine.cache.abort(taken.keys)
     engine.cache.forget(names(here))
@@ -88,7 +88,7 @@ def test_a_block_that_is_written_anew_while_its_key_is_hashed_is_saved_as_it_is_
     engine.cache.forget(names(4))
     other_content(engine, 4)
     hashing.open()
-    assert engine.manager.drain(600) and engine.manager.stats().saved == 4
+    assert engine.manager.drain(600) and engine.manager.stats().saved_blocks == 4
     engine.cache.forget(names(4))
     assert engine.ask(4) == [HERE] * 4
     with engine.manager.pin(names(4)) as lease:

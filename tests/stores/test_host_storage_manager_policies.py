@@ -52,7 +52,7 @@ def test_a_hit_loads_as_many_blocks_as_its_policy_takes(
     engine.read(here)
     assert policy.asked == [5] and policy.outcomes == ([(here, 0.5)] if here else [])
     stats = engine.manager.stats()
-    assert stats.loaded == here and stats.missed == ({"declined": 5 - here} if here < 5 else {})
+    assert stats.loaded_blocks == here and stats.missed == ({"declined": 5 - here} if here < 5 else {})
 
 
 def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Callable[..., Engine]) -> None:
@@ -80,7 +80,7 @@ def test_a_policy_learns_what_is_under_way_and_how_long_the_engine_is_busy(
     engine.until(lambda: len(policy.busy) == 2)
     gate.open()
     assert policy.busy == [(0, 7.0, 0.0), (2 * BLOCK_BYTES, 7.0, 3.0)]
-    engine.until(lambda: engine.manager.stats().loaded == 4)
+    engine.until(lambda: engine.manager.stats().loaded_blocks == 4)
 
 
 def test_what_a_policy_raises_ends_the_keys_that_it_was_asked_about(
@@ -134,7 +134,7 @@ def test_a_prompt_that_was_saved_loses_its_end_first(
         engine.write(size, first)
     if pieces > 1:
         engine.manager.touch(names(12))
-    assert engine.manager.drain(600) and engine.manager.stats().saved == 12 * len(stores)
+    assert engine.manager.drain(600) and engine.manager.stats().saved_blocks == 12 * len(stores)
     assert engine.cache.reserve(names(4, 100)).evicted == names(4, 8)[::-1]
     engine.cache.abort(names(4, 100))
 
@@ -149,11 +149,11 @@ def test_what_would_wait_for_a_busy_store_is_saved_together_as_soon_as_no_more_c
         engine.write(10, first)
         engine.manager.poll()
     stats = engine.manager.stats()
-    assert (stats.waiting, stats.stores[0].queued_blocks) == (30, 0) and engine.manager.pending
+    assert (stats.waiting_blocks, stats.stores[0].queued_blocks) == (30, 0) and engine.manager.pending
     engine.manager.poll()
     assert engine.manager.stats().stores[0].queued_blocks == 30 and not engine.manager.pending
     gate.open()
-    assert engine.manager.drain(600) and engine.manager.stats().saved == 32 and store.calls.count("save") == 2
+    assert engine.manager.drain(600) and engine.manager.stats().saved_blocks == 32 and store.calls.count("save") == 2
     # One lease had the three prompts, and they age one after the other all the same.
     order = [*names(2)[::-1], *names(10, 10)[::-1], *names(10, 20)[::-1], *names(10, 30)[::-1]]
     assert engine.cache.reserve(names(60, 100)).evicted == order[:28]
@@ -194,7 +194,7 @@ def test_a_prompt_of_any_length_comes_through_a_small_host(
         engine.write(blocks // 4, first=500)
         assert engine.take(100) == 100
     stats = engine.manager.stats()
-    assert stats.loaded >= 100 and stats.loaded + sum(stats.missed.values()) == stats.asked
+    assert stats.loaded_blocks >= 100 and stats.loaded_blocks + sum(stats.missed.values()) == stats.asked
 
 
 def test_while_there_is_no_room_no_store_is_asked(small: Engine, store: Wrong) -> None:
@@ -206,7 +206,7 @@ def test_while_there_is_no_room_no_store_is_asked(small: Engine, store: Wrong) -
     assert store.calls.count("find") == asked
     stats = small.manager.stats()
     assert stats.refused == refused + 20 * 94, "each answer that no store was asked for is counted"
-    assert stats.loaded + sum(stats.missed.values()) == stats.asked
+    assert stats.loaded_blocks + sum(stats.missed.values()) == stats.asked
     small.read(2)
     assert small.ask(100) == [HERE] * 8 + [ABSENT] * 92
 
@@ -262,7 +262,7 @@ def test_a_store_that_fails_in_a_window_ends_the_prompt_there(small: Engine, sto
 def test_what_came_from_a_store_is_not_saved_before_it_goes(small: Engine, make: Callable[..., Engine]) -> None:
     engine = make(blocks=8, save="evict", load_share=1.0)
     assert engine.ask(8) == [HERE] * 8 and engine.manager.drain(600)
-    assert engine.manager.stats().saved == 0
+    assert engine.manager.stats().saved_blocks == 0
 
 
 def test_with_evict_what_goes_before_it_was_reported_is_counted(make: Callable[..., Engine]) -> None:
@@ -271,7 +271,7 @@ def test_with_evict_what_goes_before_it_was_reported_is_counted(make: Callable[.
         engine.write(8, first)
     assert engine.manager.stats().unsaved == {"evicted": 24}
     # How many are next when the leases of those that were saved have ended is up to the threads of the store.
-    assert engine.manager.drain(600) and 4 <= engine.manager.stats().saved <= 8
+    assert engine.manager.drain(600) and 4 <= engine.manager.stats().saved_blocks <= 8
 
 
 def test_saving_what_goes_next_changes_no_order_of_eviction(make: Callable[..., Engine]) -> None:

@@ -65,9 +65,9 @@ def test_after_an_aborted_request_the_next_ones_load_all_at_once(make: Make) -> 
     engine = stocked(make, 48)
     for i in range(6):
         assert look_up(engine, f"r{i}", names(8, 8 * i)) == [HERE] * 8, i
-        assert engine.manager.stats().unread == 8
+        assert engine.manager.stats().promoted_blocks == 8
         engine.manager.finish(f"r{i}")
-        assert engine.manager.stats().unread == 0
+        assert engine.manager.stats().promoted_blocks == 0
         assert engine.cache.lookup(names(8, 8 * i)).tolist() == [HERE] * 8, "it stays cached"
     assert engine.manager.stats().refused == 0
 
@@ -76,7 +76,7 @@ def test_what_a_request_does_not_take_stops_counting_when_it_takes_the_rest(make
     engine = stocked(make, 16)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.manager.pin(names(2), owner="r0").close()
-    assert engine.manager.stats().unread == 0
+    assert engine.manager.stats().promoted_blocks == 0
     assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
 
 
@@ -85,9 +85,9 @@ def test_a_block_counts_until_all_requests_that_wait_for_it_have_ended(make: Mak
     for request in ("r0", "r1"):
         assert look_up(engine, request, names(8)) == [HERE] * 8
     engine.manager.finish("r0")
-    assert engine.manager.stats().unread == 8 and look_up(engine, "r2", names(8, 8)) == [ABSENT] * 8
+    assert engine.manager.stats().promoted_blocks == 8 and look_up(engine, "r2", names(8, 8)) == [ABSENT] * 8
     engine.manager.pin(names(8), owner="r1").close()
-    assert engine.manager.stats().unread == 0 and look_up(engine, "r2", names(8, 8)) == [HERE] * 8
+    assert engine.manager.stats().promoted_blocks == 0 and look_up(engine, "r2", names(8, 8)) == [HERE] * 8
 
 
 def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make) -> None:
@@ -95,7 +95,7 @@ def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make)
     engine.manager.lookup(names(8), "r0")
     engine.manager.finish("r0")
     assert engine.manager.drain(600)
-    assert engine.manager.stats().loaded == engine.manager.stats().unread == 0
+    assert engine.manager.stats().loaded_blocks == engine.manager.stats().promoted_blocks == 0
     assert look_up(engine, "r1", names(8)) == [HERE] * 8, "they may be asked for at once"
 
 
@@ -110,7 +110,7 @@ def test_blocks_on_their_way_for_a_request_that_has_ended_count_until_they_have_
     assert engine.manager.stats().loading == 8
     gate.open()
     engine.until(lambda: not engine.manager.stats().loading)
-    assert engine.manager.stats().unread == 0 and engine.cache.lookup(names(8)).tolist() == [HERE] * 8
+    assert engine.manager.stats().promoted_blocks == 0 and engine.cache.lookup(names(8)).tolist() == [HERE] * 8
 
 
 @pytest.mark.parametrize("how", ["read", "finish"])
@@ -181,7 +181,7 @@ def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_
     assert engine.manager.lookup(names(8, 8)).tolist() == [HostCache.PENDING] * 8, "without a name it would not wait"
     assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
     stats = engine.manager.stats()
-    assert (stats.refused, stats.missed, stats.unread) == (0, {}, 8)
+    assert (stats.refused, stats.missed, stats.promoted_blocks) == (0, {}, 8)
 
 
 def test_a_block_that_was_evicted_unread_and_that_the_engine_writes_again_does_not_count(make: Make) -> None:
@@ -191,7 +191,7 @@ def test_a_block_that_was_evicted_unread_and_that_the_engine_writes_again_does_n
     assert engine.manager.drain(600)
     engine.write(8)
     assert [engine.manager.origin(key) for key in names(8)] == [None] * 8
-    assert engine.manager.stats().unread == 0
+    assert engine.manager.stats().promoted_blocks == 0
 
 
 class Accounts:
@@ -260,15 +260,15 @@ def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, num
                 engine.manager.finish(request)
             accounts.end(request)
         accounts.follow()
-        assert engine.manager.stats().unread == len(accounts.users), step
+        assert engine.manager.stats().promoted_blocks == len(accounts.users), step
         if blocks == 128:
             # Others need the memory of some that count no more, so that stores are asked for these again.
             engine.cache.forget([key for key in names(64) if key not in accounts.users and random.integers(0, 4) == 0])
-    assert engine.manager.stats().loaded > 64, "some came more than once"
+    assert engine.manager.stats().loaded_blocks > 64, "some came more than once"
     assert bool(accounts.evicted) == (blocks < 128)
     for request in asked:
         engine.manager.finish(request)
-    assert engine.manager.stats().unread == 0
+    assert engine.manager.stats().promoted_blocks == 0
     engine.cache.verify()
 
 
@@ -280,7 +280,7 @@ def test_after_a_cancelled_prefetch_the_next_ones_load_all() -> None:
     two = make_engine(P=64, S=32)
     with two.cache, make_manager(two, memory, promotion_blocks=8) as manager:
         for prompt in prompts:
-            handle = manager.prefetch(two.prompt(prompt), deadline=600.0)
+            handle = manager.prefetch(two.prompt(prompt), timeout=600.0)
             assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
             handle.cancel()
             assert two.reusable(prompt) == 32, "what has come stays"
@@ -300,7 +300,7 @@ def test_promoted_blocks_of_a_pool_that_are_evicted_unread_leave_their_room_to_t
         assert two.cache.import_blocks(others, [blank] * 16) == 16
         assert two.reusable(prompts[0]) == 0, "all that has come is evicted, and its prefetch was not cancelled"
         # With room for four, it would end with these.
-        handle = manager.prefetch(two.prompt(prompts[1]), deadline=600.0)
+        handle = manager.prefetch(two.prompt(prompts[1]), timeout=600.0)
         assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
         assert manager.drain(600) and manager.stats().promoted_blocks == 8
 
@@ -321,7 +321,7 @@ def test_the_room_of_a_pool_with_groups_is_what_live_prefetches_account_for(numb
                 handle.cancel()
             else:
                 which = int(random.integers(0, len(prompts)))
-                handle = manager.prefetch(two.block_keys(np.array(prompts[which], np.int32)), deadline=600.0)
+                handle = manager.prefetch(two.block_keys(np.array(prompts[which], np.int32)), timeout=600.0)
                 at_once = bool(random.integers(0, 3) == 0)
                 if at_once:
                     handle.cancel()
@@ -335,7 +335,7 @@ def test_the_room_of_a_pool_with_groups_is_what_live_prefetches_account_for(numb
 
 
 def _manager(pool: KVCacheManager, memory: Store, **options: int) -> StorageManager:
-    return StorageManager(pool, [memory], identity=IDENTITY, deadline_ms=600_000, **options)
+    return StorageManager(pool, [memory], identity=IDENTITY, load_seconds=600.0, **options)
 
 
 def _save_all(memory: Store, prompts: list[list[int]]) -> None:

@@ -103,7 +103,7 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
 def test_saves_that_were_given_up_take_no_place(serve: Serve) -> None:
     """As many saves as the server takes wait for a store that hangs. Their clients give up."""
     server, _, gate = held("save", serve, calls_waiting=4)
-    writer, reader = client(server, connections=16, timeout_ms=500), client(server, timeout_ms=600_000)
+    writer, reader = client(server, connections=16, timeout=0.5), client(server, timeout=600.0)
     with open_queue(writer, piece_bytes=BLOCK_BYTES) as saving, open_queue(reader) as loading:
         keys = keys_of(saving, 16)
         while not gate.reached.is_set():  # A client that is slow may give up before its calls are in the store.
@@ -117,7 +117,7 @@ def test_a_save_that_its_client_gave_up_leaves_nothing_that_was_dropped_later(se
     """It still hangs in the server's store."""
     wrong = Wrong(MemoryStore(64 * BLOCK_BYTES))
     wrong.threads, gate, wrong.deaf = 4, wrong.hold("save"), True
-    with open_queue(client(serve(wrong), timeout_ms=200)) as queue:
+    with open_queue(client(serve(wrong), timeout=0.2)) as queue:
         keys = keys_of(queue, 4)
         while not gate.reached.is_set():  # A client that is slow may give up before its call is in the store.
             assert returned(queue.save(keys, np.arange(4))).ok == 0
@@ -280,7 +280,7 @@ def test_a_call_ends_after_its_time_and_the_server_stops_too(serve: Serve) -> No
             stopped.set()
             return np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), 16), np.uint8)
 
-    with open_queue(client(serve(Endless(1 << 20)), timeout_ms=200)) as queue:
+    with open_queue(client(serve(Endless(1 << 20)), timeout=0.2)) as queue:
         while not begun.is_set():  # On a slow machine the time may be over before the call has come to the store.
             job = returned(queue.load(keys_of(queue, 2), np.arange(2)))
             # Both ends have 200 ms: the server may say that it has stopped before its client looks at the clock.
@@ -454,7 +454,7 @@ def test_connections_beyond_the_most_are_refused(serve: Serve) -> None:
     server = serve(connections=1)
     with open_queue(client(server, connections=1)) as queue:
         saved(queue, 1)
-        other = client(server, timeout_ms=300)
+        other = client(server, timeout=0.3)
         other.open(SPACE)
         assert other.stats()["connections"] == 0
         until(lambda: server.stats().connections_refused == 1, "refusal")

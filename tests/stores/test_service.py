@@ -42,7 +42,7 @@ class Service:
         self.secret.chmod(0o600)
         self.endpoint, self.text = f"ipc://{folder}/s", f"disk:{folder}/kv?capacity=16MiB"
         self.options = [f"--listen={self.endpoint}", f"--block-bytes={BLOCK_BYTES}", f"--secret-file={self.secret}"]
-        self.store = f"peer:{self.endpoint}?secret_file={self.secret}&timeout_ms=600000"
+        self.store = f"peer:{self.endpoint}?secret_file={self.secret}&timeout=600"
         self.said: list[list[list[str]]] = []
         self.running: list[Process] = []
 
@@ -153,7 +153,7 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
 
     with (
         open_queue(client(server)) as queue,
-        open_queue(client(server, timeout_ms=200)) as impatient,
+        open_queue(client(server, timeout=0.2)) as impatient,
         metrics.served(0, health=server.trouble) as (shown, url),
     ):
         shown.add("store", server)

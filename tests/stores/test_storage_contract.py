@@ -131,7 +131,7 @@ class CacheHost:
 
     @property
     def saved(self) -> int:
-        return self.manager.stats().saved
+        return self.manager.stats().saved_blocks
 
     @property
     def declined(self) -> int:

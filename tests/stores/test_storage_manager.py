@@ -36,7 +36,7 @@ def test_a_prompt_gets_no_more_than_the_room_for_promotions() -> None:
         seed(engine, manager, [prompt])
     two = make_engine()
     with two.cache, make_manager(two, memory, promotion_blocks=4) as manager:
-        handle = manager.prefetch(two.prompt(prompt), deadline=600.0)
+        handle = manager.prefetch(two.prompt(prompt), timeout=600.0)
         assert handle.wait(600) and handle.ended == "full" and handle.blocks == 4
         assert two.reusable(prompt) == 16 and manager.stats().promoted_blocks == 4
         sequence = two.add(prompt)
@@ -55,7 +55,7 @@ def test_a_prefetch_ends_when_the_host_is_full_of_the_blocks_before() -> None:
     with two.cache, make_manager(two, memory, promotion_blocks=4) as manager:
         assert fetch(two, manager, prompt) == 4 and two.cache.prefetch(two.prompt(prompt)) == 4
         assert manager.drain(600) and manager.stats().promoted_blocks == 0
-        handle = manager.prefetch(two.prompt(prompt), deadline=3600.0)
+        handle = manager.prefetch(two.prompt(prompt), timeout=3600.0)
         assert handle.wait(600) and handle.ended == "full" and handle.blocks == 0
         assert manager.stats().promoted_blocks == 0, "what did not come waits for nobody"
 
@@ -147,7 +147,7 @@ def test_a_prefetch_says_why_there_is_no_more() -> None:
         seed(engine, manager, [tokens(17)])
         ends = []
         for prompt in (tokens(17, 500), tokens(17), tokens(17)):
-            handle = manager.prefetch(engine.prompt(prompt), deadline=600.0)
+            handle = manager.prefetch(engine.prompt(prompt), timeout=600.0)
             assert handle.wait(600)
             ends.append(handle.ended)
             if prompt[0]:
@@ -163,7 +163,7 @@ def test_several_groups_of_layers_come_back(head_dim: int) -> None:
     for turn in range(2):
         with (
             grouped(head_dim=head_dim) as cache,
-            StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as manager,
+            StorageManager(cache, [memory], identity=IDENTITY, load_seconds=60.0) as manager,
         ):
             keys = cache.block_keys(prompt)
             if turn:
@@ -187,7 +187,7 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
         with KVCacheManager(
             layout, device_blocks=12, host_blocks=8, device=device, event_capacity=256, secret=SECRET
         ) as cache:
-            with StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as manager:
+            with StorageManager(cache, [memory], identity=IDENTITY, load_seconds=60.0) as manager:
                 if turn:
                     assert manager.prefetch(prompt, 60.0).wait(600)
                 sequence = cache.add_sequence(prompt)

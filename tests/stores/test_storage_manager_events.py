@@ -125,7 +125,7 @@ def test_a_reader_sees_what_it_has_missed_as_a_gap() -> None:
 def test_a_storage_manager_that_has_missed_events_learns_what_there_is() -> None:
     """Its thread is held while the pool overwrites what it did not read."""
     made = make_engine(P=64, S=64, event_capacity=8)
-    with made.cache, make_manager(made, store(), interval_ms=60_000) as manager:
+    with made.cache, make_manager(made, store(), interval_seconds=60.0) as manager:
         until(lambda: manager.stats().prefetching == 0)
         for first in range(0, 3000, 1000):
             made.seed(tokens(41, first), 41)

@@ -63,7 +63,7 @@ def test_what_is_not_worth_loading_is_reported(engine: Engine) -> None:
     """A load takes 100 s, and the engine computes a prompt in 0.2 s."""
     clock, slow = Clock(), Wrong(store(1024))
     slow.before["load"] = lambda: clock.pass_(100.0)
-    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, deadline_ms=10**6) as manager:
+    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, load_seconds=1_000.0) as manager:
         for first in range(0, 3000, 100):
             seed(engine, manager, [prompt := tokens(17, first)])
             engine.cache.forget(prompt)
@@ -79,7 +79,7 @@ def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(engine:
     """The engine computes a prompt in 0.2 s, and a load takes 5 s."""
     clock, slow = Clock(), Wrong(store(1024))
     slow.before["load"] = lambda: clock.pass_(5.0)
-    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, deadline_ms=10**6) as manager:
+    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, load_seconds=1_000.0) as manager:
         for first in range(0, 700, 100):
             seed(engine, manager, [prompt := tokens(17, first)])
             engine.cache.forget(prompt)

@@ -214,7 +214,7 @@ def test_what_several_requests_wait_for_is_loaded_once(engine: Engine, wrong: Wr
 def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(engine: Engine, wrong: Wrong) -> None:
     gate = Gate()
     wrong.before["load"], wrong.threads = gate, 4
-    with make_manager(engine, wrong, deadline_ms=60_000) as manager:
+    with make_manager(engine, wrong, load_seconds=60.0) as manager:
         first = manager.prefetch(engine.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
         second = manager.prefetch(engine.prompt(PROMPT), 60.0)
@@ -288,7 +288,7 @@ def test_a_long_prompt_leaves_rows_to_others(wrong: Wrong) -> None:
     wrong.before["load"] = lambda: gate() if held.pop() else None
     wrong.threads = 4
     with engines[1].cache, make_manager(engines[1], wrong, staging_blocks=64) as manager:
-        first = manager.prefetch(engines[1].prompt(long), deadline=600.0)
+        first = manager.prefetch(engines[1].prompt(long), timeout=600.0)
         assert gate.reached.wait(600)
         assert fetch(engines[1], manager, short) == 10 and not first.done
         gate.open()
@@ -315,10 +315,13 @@ def test_sequences_and_leases_of_others_are_left_alone(engine: Engine, wrong: Wr
         ({"stores": [MemoryStore(1), MemoryStore(1)]}, "different names"),
         ({"identity": "tiny"}, "identity: expected"),
         ({"staging_blocks": 1}, "staging_blocks: expected"),
-        ({"deadline_ms": 0}, "deadline_ms: expected"),
+        ({"load_seconds": 0}, "load_seconds: expected a finite number of 0.001 or more"),
         ({"promotion_blocks": 0}, "promotion_blocks: expected"),
         ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s: expected"),
-        ({"prefill_tokens_per_s": 5e-324}, "prefill_tokens_per_s: expected finite numbers from 1e-06.*got 5e-324"),
+        (
+            {"prefill_tokens_per_s": 5e-324},
+            "prefill_tokens_per_s: expected a finite number of 1e-06 or more, got 5e-324",
+        ),
         ({"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s: expected"),
         ({"quotas": {"tenant": 4}}, "pair"),
         ({"quotas": {("tenant", None): -1}}, "quotas"),
@@ -328,7 +331,7 @@ def test_sequences_and_leases_of_others_are_left_alone(engine: Engine, wrong: Wr
 def test_bad_arguments_are_named(engine: Engine, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         StorageManager(engine.cache, **({"stores": [store()], "identity": IDENTITY} | options))
-    with make_manager(engine, store()) as manager, pytest.raises(ValueError, match="deadline: .*"):
+    with make_manager(engine, store()) as manager, pytest.raises(ValueError, match="timeout: .*"):
         manager.prefetch([1], -1.0)
 
 

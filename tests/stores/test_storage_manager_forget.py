@@ -126,7 +126,7 @@ def seed_first(memory: Any) -> None:
 @pytest.mark.parametrize("clears", [False, True])
 def test_all_groups_of_layers_are_dropped(clears: bool) -> None:
     memory, prompt = store(), tokens(33)
-    with grouped() as cache, StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as manager:
+    with grouped() as cache, StorageManager(cache, [memory], identity=IDENTITY, load_seconds=60.0) as manager:
         sequence = cache.add_sequence(prompt)
         write_all(cache, sequence, 1)
         cache.commit(sequence)

@@ -139,7 +139,7 @@ def test_a_reset_that_nobody_has_read_is_in_no_snapshot(engine: Engine) -> None:
 
 
 def test_each_of_several_groups_is_reported_parents_first() -> None:
-    with grouped() as cache, StorageManager(cache, [store()], identity=IDENTITY, deadline_ms=600_000) as manager:
+    with grouped() as cache, StorageManager(cache, [store()], identity=IDENTITY, load_seconds=600.0) as manager:
         for first in (0, 100):
             sequence = cache.add_sequence(tokens(9, first))
             write_all(cache, sequence, first)
@@ -229,7 +229,7 @@ class Lab:
         self.stores = Named("near", 12), Named("far", 40)
         save = self.random.choice(("commit", "evict", "reuse"))
         # Prefetched blocks that nobody has used leave room for others at once.
-        self.manager = make_manager(self.engine, self.stores, save=save, interval_ms=1, promotion_blocks=1000)
+        self.manager = make_manager(self.engine, self.stores, save=save, interval_seconds=0.001, promotion_blocks=1000)
         documents = [[self.random.randrange(7) for _ in range(33)] for _ in range(3)]
         self.prompts = [document[:length] for document in documents for length in (9, 17, 33)]
         self.live: list[Request] = []

@@ -112,7 +112,7 @@ def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(name: str
         "disk:/a?threads=" + "9" * 5000,
         "disk:/a?threads=\N{SUPERSCRIPT TWO}",
         "disk:/a?system=mine",
-        "peer:tcp://127.0.0.1:1?secret_file={}&timeout_ms=\N{ARABIC-INDIC DIGIT THREE}",
+        "peer:tcp://127.0.0.1:1?secret_file={}&timeout=\N{ARABIC-INDIC DIGIT THREE}",
         "peer:tcp://127.0.0.1:1?secret_file={}&connections=" + "9" * 5000,
         "peer:tcp://192.0.2.1:1?secret_file={}&keys=any",
         "peer:tcp://127.0.0.1:1?secret_file={}&keys=any",

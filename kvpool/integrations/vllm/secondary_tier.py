@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-    from kvpool.storage.store_requests import StoreRequest
+    from kvpool.storage.store_requests import RequestKind, StoreRequest
 
 log = VLLM_TIER.log
 
@@ -149,13 +149,13 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit("load", job_metadata, self._options.load_seconds)
 
-    def _submit(self, kind: str, asked: TransferJob, seconds: float) -> None:
+    def _submit(self, kind: RequestKind, asked: TransferJob, seconds: float) -> None:
         """Begin a job. Its end is reported to vLLM when nothing reads or writes its rows any more."""
         rows = np.asarray(asked.chunk_ids, np.int64)
         if not self._begin(kind, asked.keys, rows, seconds=seconds, returned=lambda job: self._end(asked, job)):
             self._results.append(JobResult(job_id=asked.job_id, success=False))
 
-    def _begin(self, kind: str, keys: Iterable[OffloadKey], *given: Any, seconds: float, **more: Any) -> bool:
+    def _begin(self, kind: RequestKind, keys: Iterable[OffloadKey], *given: Any, seconds: float, **more: Any) -> bool:
         """Have the store find, save or load. Returns False if it takes nothing now."""
         from kvpool.storage.mac import BlockNames
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.common.arrays.layout import choice_argument, integer_argument
-from kvpool.state.arrays import LRU, POLICIES
+from kvpool.state.arrays import LRU, POLICIES, PolicyName
 from kvpool.storage.backends.tag_limits import Victims
 from kvpool.storage.store import (
     ABSENT,
@@ -44,7 +44,7 @@ class MemoryStore(Store):
     persistent = False
     indexed = True
 
-    def __init__(self, capacity: int, *, policy: str = LRU) -> None:
+    def __init__(self, capacity: int, *, policy: PolicyName = LRU) -> None:
         self._policy = choice_argument("policy", policy, POLICIES)
         self._victims: Victims | None = None
         self._capacity = integer_argument("capacity", capacity, 1, 1 << 62)

@@ -24,7 +24,7 @@ class SharedSecret:
 
     __slots__ = ("_secret",)
 
-    def __init__(self, secret: object = None, secret_file: object = None) -> None:
+    def __init__(self, secret: bytes | None = None, secret_file: str | os.PathLike[str] | None = None) -> None:
         self._secret = secret_argument(secret, secret_file)
 
     def derived(self, purpose: bytes) -> bytes:

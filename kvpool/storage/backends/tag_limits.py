@@ -13,6 +13,7 @@ import numpy as np
 from kvpool.common.arrays import Bools
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.identity import ModelIdentity
+from kvpool.state.arrays import PolicyName
 from kvpool.storage.store import KEY_BYTES, NO_LIMIT, OK, REFUSED, Bytes
 
 
@@ -34,7 +35,7 @@ class Victims:
     ``oldest``: keys that are there, the oldest first; nobody knows any more which were used together. Not thread-safe.
     """
 
-    def __init__(self, policy: str, most: int, oldest: Iterable[bytes]) -> None:
+    def __init__(self, policy: PolicyName, most: int, oldest: Iterable[bytes]) -> None:
         self._cache = HostCache(most, 1, identity=_ANY, policy=policy)
         self._add([*oldest][::-1])
 

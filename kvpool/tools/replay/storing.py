@@ -39,7 +39,7 @@ class Storing:
             cache,
             [store],
             identity=identity,
-            deadline_ms=max(1, round(wait * 1e3)),
+            load_seconds=max(1e-3, wait),
             staging_blocks=rows,
             promotion_blocks=cache.host_blocks,
             queued_blocks=1 << 20,
@@ -92,7 +92,7 @@ class Storing:
             dropped=dict(+Counter({reason: count for (_, reason), count in stats.dropped.items()})),
             not_loaded=dict(+lost),
             prefetches=dict(+Counter(stats.prefetches)),
-            call_seconds=dict(queue.seconds),
+            call_seconds={str(kind): seconds for kind, seconds in queue.seconds.items()},
             wait_seconds=self._waited,
             store=dict(queue.store),
         )

@@ -36,7 +36,7 @@ def again(place: str, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS["accessKey"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ACCESS["secretKey"])
-    defaults = {"endpoint": weed.address, "secret": b"\1" * 32, "timeout_ms": 600_000}
+    defaults = {"endpoint": weed.address, "secret": b"\1" * 32, "timeout": 600.0}
     return lambda **options: S3Store(place, **defaults | options)
 
 

@@ -51,7 +51,7 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
     again: Again, proxy: Proxy, weed: Weed, place: str, drop: str, by_another: bool
 ) -> None:
     """Whoever has sent it, and whoever looks."""
-    with open_queue(again(endpoint=proxy.address, timeout_ms=500)) as saving, open_queue(again()) as other:
+    with open_queue(again(endpoint=proxy.address, timeout=0.5)) as saving, open_queue(again()) as other:
         dropping = other if by_another else saving
         keys, tag = keys_of(saving, 6), saving.secret.tag(b"tenant")
         fill(saving.memory, 6)
@@ -94,7 +94,7 @@ def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
     again: Again, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.storage.backends.s3.s3_store._PACK_BYTES", 5 * (4096 + 16) + 100)
-    with open_queue(again(endpoint=proxy.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
+    with open_queue(again(endpoint=proxy.address, timeout=600.0)) as saving, open_queue(again()) as other:
         keys = keys_of(saving, 10)
         fill(saving.memory, 10)
         proxy.hold = "PUT kvpool5-packs"
@@ -107,7 +107,7 @@ def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
 
 
 def test_what_was_read_of_a_dropped_pack_is_not_taken_for_what_was_saved_anew(again: Again, proxy: Proxy) -> None:
-    with open_queue(again(endpoint=proxy.address, timeout_ms=600_000)) as queue, open_queue(again()) as other:
+    with open_queue(again(endpoint=proxy.address, timeout=600.0)) as queue, open_queue(again()) as other:
         keys = saved(queue, 2)
         # The pack stays, as one of its blocks does.
         assert done(other.forget(keys[:1])).dropped == 1
@@ -157,7 +157,7 @@ def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, p
 
 
 def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(again: Again, proxy: Proxy) -> None:
-    with open_queue(again(endpoint=proxy.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
+    with open_queue(again(endpoint=proxy.address, timeout=0.3)) as queue, open_queue(again()) as patient:
         keys, proxy.hold = saved(patient, 2), "GET kvpool5-packs"
         while not proxy.held.acquire(blocking=False):
             assert codes_of(queue.load(keys, np.arange(10, 12))) == [FAILED] * 2
@@ -169,7 +169,7 @@ def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(a
 
 @pytest.mark.parametrize("kind", ["find", "load", "save"])
 def test_nothing_is_served_while_drops_cannot_be_read(again: Again, proxy: Proxy, kind: str) -> None:
-    with open_queue(again(endpoint=proxy.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
+    with open_queue(again(endpoint=proxy.address, timeout=0.3)) as queue, open_queue(again()) as patient:
         keys, proxy.hold = saved(patient, 2), "GET kvpool5-drops"
         rows = () if kind == "find" else (np.arange(2),)
         while not proxy.held.acquire(blocking=False):
@@ -183,7 +183,7 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
     again: Again, proxy: Proxy, status: int
 ) -> None:
     """A full server answers with 500 or 507."""
-    with open_queue(again(endpoint=proxy.address, timeout_ms=500)) as queue, open_queue(again()) as patient:
+    with open_queue(again(endpoint=proxy.address, timeout=0.5)) as queue, open_queue(again()) as patient:
         keys, proxy.status = saved(patient, 2), status
         other = keys_of(queue, 2, 10)
         assert codes_of(queue.save(other, np.arange(2))) == [FAILED] * 2
@@ -197,7 +197,7 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
 
 
 def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: Again, weed: Weed) -> None:
-    with open_queue(again(timeout_ms=1000), piece_bytes=1 << 14) as queue:
+    with open_queue(again(timeout=1.0), piece_bytes=1 << 14) as queue:
         fill(queue.memory, 48)
         keys = keys_of(queue, 48)
         first = answered(lambda: queue.save(keys[:4], np.arange(4)))
@@ -391,11 +391,11 @@ def test_two_models_and_two_secrets_have_prefixes_of_their_own(again: Again, wee
 
 
 @pytest.mark.parametrize(
-    "text", ["s3:", "s3:bucket", "s3://B", "s3://bucket/../other", "s3://bucket//a", "s3://bucket/a?timeout_ms=1"]
+    "text", ["s3:", "s3:bucket", "s3://B", "s3://bucket/../other", "s3://bucket//a", "s3://bucket/a?timeout=0.001"]
 )
 def test_a_wrong_place_is_refused(text: str, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
-    with pytest.raises(ValueError, match=r"place|timeout_ms|expected s3://BUCKET/PREFIX"):
+    with pytest.raises(ValueError, match=r"place|timeout|expected s3://BUCKET/PREFIX"):
         open_store(text)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.process import stays_here
 from kvpool.errors import PoolClosed
-from kvpool.state.arrays import LRU, POLICIES
+from kvpool.state.arrays import LRU, POLICIES, PolicyName
 from kvpool.storage.backends.disk import slot_index
 from kvpool.storage.backends.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
 from kvpool.storage.backends.disk.folder import DATABASE, EPOCHS, Folder, Made
@@ -101,7 +101,7 @@ class DiskStore(Store):
         capacity: int | None = None,
         *,
         threads: int = 16,
-        policy: str = LRU,
+        policy: PolicyName = LRU,
         system: System | None = None,
     ) -> None:
         self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Int64s
-from kvpool.state.arrays import LRU
+from kvpool.state.arrays import LRU, PolicyName
 from kvpool.storage.backends.tag_limits import Victims
 from kvpool.storage.store import KEY_BYTES, MAC_BYTES, TAG_BYTES
 
@@ -140,7 +140,7 @@ class Index:
     Blocks of other models have the lowest priority, and go by LRU. A block that is read is no victim.
     """
 
-    def __init__(self, table: SlotTable, model: bytes, in_doubt: bool, policy: str = LRU) -> None:
+    def __init__(self, table: SlotTable, model: bytes, in_doubt: bool, policy: PolicyName = LRU) -> None:
         self._table, self._model = table, model
         self._pending: dict[bytes, _Pending] = {}
         self._pins: Counter[int] = Counter()

@@ -18,6 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError('PeerStore needs pyzmq: pip install ".[remote]"') from error
 
+from kvpool.common.arguments import number_argument
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import stays_here
 from kvpool.remote.connection import Connection, RemoteError, Stop, Stopped, never
@@ -140,8 +141,8 @@ class PeerStore(Store):
         may read. Keys and MACs are made from it.
     keys
         CURVE keys of this client and of the server. The server need not know the secret then.
-    timeout_ms
-        How long one call may take.
+    timeout
+        Seconds that one call may take.
     connections
         How many calls are made at a time, each on a connection of its own.
 
@@ -166,13 +167,13 @@ class PeerStore(Store):
         secret: bytes | None = None,
         secret_file: str | os.PathLike[str] | None = None,
         keys: ClientKeys | None = None,
-        timeout_ms: int = 5_000,
+        timeout: float = 5.0,
         connections: int = 2,
     ) -> None:
         self._endpoint = check_endpoint(endpoint, keys)
         self._secret = SharedSecret(secret, secret_file)
         self._credentials = keys or ClientSecret(wire_key(self._secret))
-        self._timeout_ms = integer_argument("timeout_ms", timeout_ms, 1, 600_000)
+        self._timeout_ms = round(1e3 * number_argument("timeout", timeout, 1e-3, 600.0))
         self.threads = integer_argument("connections", connections, 1, 64)
         self._lock = threading.Lock()
         stays_here(self)

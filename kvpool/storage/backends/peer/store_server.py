@@ -21,6 +21,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
+from kvpool.common.arguments import number_argument
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import Closing, stays_here
 from kvpool.remote.listener import ServerKeys, ServerSecret, check_endpoint
@@ -114,8 +115,8 @@ class StoreServer(Closing):
         How many calls may wait for the store. While as many wait, no further message is read.
     connections
         The most clients; others are refused.
-    stall_ms
-        A TCP client that reads nothing for so long is disconnected. 0: never.
+    stall_seconds
+        A TCP client that reads nothing for this long is disconnected. 0: never.
 
     Notes
     -----
@@ -144,14 +145,14 @@ class StoreServer(Closing):
         call_bytes: int = 4 << 20,
         calls_waiting: int = 16,
         connections: int = 64,
-        stall_ms: int = 5_000,
+        stall_seconds: float = 5.0,
     ) -> None:
         check_endpoint(endpoint, keys)
         size = integer_argument("block_bytes", block_bytes, 1, 1 << 31)
         blocks = min(max(integer_argument("call_bytes", call_bytes, 1, 1 << 31) // size, 1), KEYS_MAX)
         waiting = integer_argument("calls_waiting", calls_waiting, 1, 1 << 16)
         most = integer_argument("connections", connections, 1, 1 << 16)
-        stall = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1)
+        stall_ms = round(1e3 * number_argument("stall_seconds", stall_seconds, 0.0, 1e6))
         if keys is not None and (secret is not None or secret_file is not None):
             raise ValueError("secret, secret_file, keys: expected one of them, got several")
         credentials = keys or ServerSecret(wire_key(SharedSecret(secret, secret_file)))
@@ -163,7 +164,7 @@ class StoreServer(Closing):
                 endpoint,
                 credentials,
                 connections=most,
-                stall_ms=stall,
+                stall_ms=stall_ms,
                 frame_bytes=frame_bytes_max(blocks, size),
                 messages=2,
                 answers=1,

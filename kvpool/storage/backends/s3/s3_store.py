@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvpool.common.arguments import text_argument
+from kvpool.common.arguments import number_argument, text_argument
 from kvpool.common.arrays import Bools
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import stays_here
@@ -80,8 +80,8 @@ class S3Store(Store):
         not there.
     threads
         How many calls it makes at a time, 1 to 64, of up to 16 requests each.
-    timeout_ms
-        For one request with all that is tried again, 100 to 600000. One try has half of it.
+    timeout
+        Seconds for one request with its retries, 0.1 to 600. One try has half of it.
     index_blocks
         So many blocks are known at a time, 1 or more. Each takes 170 to 370 bytes.
 
@@ -117,7 +117,7 @@ class S3Store(Store):
         secret: bytes | None = None,
         secret_file: str | os.PathLike[str] | None = None,
         threads: int = 4,
-        timeout_ms: int = 10_000,
+        timeout: float = 10.0,
         index_blocks: int = 1 << 20,
     ) -> None:
         match = _PLACE.fullmatch(text_argument("place", place))
@@ -132,7 +132,7 @@ class S3Store(Store):
             )
         self._region = text_argument("region", region)
         self.threads = integer_argument("threads", threads, 1, 64)
-        self._timeout = timedelta(milliseconds=integer_argument("timeout_ms", timeout_ms, 100, 600_000))
+        self._timeout = timedelta(seconds=number_argument("timeout", timeout, 0.1, 600.0))
         if secret is None and secret_file is None:
             named = os.environ.get(SECRET_FILE)
             self._secret = secret_argument(None, named) if named else read_or_make_secret(default_place("s3"))
