@@ -91,7 +91,8 @@ class _Peer:
         """Send a message, when the system has all of those before it. Raises OSError."""
         *others, last = frames
         await self._writer.drain()
-        self._writer.writelines([*(_frame(one, _MORE) for one in others), _frame(last)])
+        # asyncio of Python 3.12.1 never holds back after ``writelines``.
+        self._writer.write(b"".join([*(_frame(one, _MORE) for one in others), _frame(last)]))
         await asyncio.sleep(0)
 
     async def _read(self) -> tuple[int, bytes]:
