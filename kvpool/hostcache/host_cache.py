@@ -52,47 +52,49 @@ class HostCache(Closing):
 
     Parameters
     ----------
-    host_blocks
-        Capacity.
-    block_bytes
-        Bytes of a block, of all workers together; or the layouts of what lies in it.
-    identity
-        Whose KV this is. It is hashed with every key, so that no other model's KV can be found.
-    secret
-        16 to 64 bytes that key the hash; random by default.
-    event_capacity
-        Keys whose events are kept until ``events`` is called. 0 (default) records none.
-    clock
-        () -> int, monotonic milliseconds from 0 to 2**42.
-    policy
-        Which key is evicted next: "lru", "reuse", "agent" or "adaptive". All but "lru" look at conversations, and see
-        them by ``touch(keys, turn=True)`` alone.
-    history
-        How many keys that have gone are remembered, with the reason, for ``explain``: some 200 bytes for each. 0
-        (default) remembers none, and costs nothing.
+    host_blocks : int
+        Number of blocks.
+    block_bytes : int, BlockLayout or list of BlockLayout
+        Bytes of a block, of all workers together; or the layouts of its content.
+    identity : ModelIdentity
+        Whose KV this is. It is hashed with every key, so that no other model's KV is found.
+    secret : bytes, optional
+        16 to 64 bytes that key the hash. Random by default.
+    event_capacity : int, default 0
+        Number of keys whose events are kept until ``events`` is called. 0 records none.
+    clock : callable, optional
+        ``() -> int``, monotonic milliseconds from 0 to 2**42. By default the system's monotonic clock.
+    policy : {"lru", "reuse", "agent", "adaptive"}, default "lru"
+        Which key is evicted next. All but "lru" follow conversations, which ``touch(keys, turn=True)`` reports.
+    history : int, default 0
+        Number of removed keys that are remembered, with the reason, for ``explain``. Each takes about 200 bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument, here and in every call.
 
     Notes
     -----
-    A key is 1 to 64 bytes, such as an engine's digest and the number of a group. ``keys`` are several of them. A key is
-    absent, pending (its block is being written) or here.
+    A key is 1 to 64 bytes, such as an engine's digest and the number of a group. A key is absent, pending (its block is
+    being written) or here.
 
     The index copies nothing, and uses no memory and no device. A caller reserves keys, has their blocks written, and
     calls ``publish`` or ``abort``. A reader pins first. A process that dies while it copies changes nothing here: abort
     its keys and close its leases once it is gone.
 
-    A reservation can have a deadline (``reserve``). If its keys are not published by then, it expires: they are ABSENT,
-    and ``publish`` raises ReservationExpired. The index cannot stop a writer that holds an address. So the block of an
-    expired reservation stays out of use until ``abort`` reports that nobody writes it any more: a late write reaches no
-    other key's bytes, and no reader ever gets them. Until then, its key cannot be reserved again. There is no thread:
-    deadlines are checked by ``reserve``, ``publish``, ``abort``, ``find``, ``lookup``, ``overdue``,
-    ``expired_reservations`` and ``stats``.
+    A reservation can have a deadline (``reserve``). Keys that are not published by then expire: they are ABSENT, and
+    ``publish`` raises ReservationExpired. The index cannot stop a writer that holds an address, so the block of an
+    expired reservation stays out of use until ``abort``. A late write therefore reaches no other key's bytes, and no
+    reader gets them. Until then, the key cannot be reserved again. No thread runs for this: deadlines are checked by
+    ``reserve``, ``publish``, ``abort``, ``find``, ``lookup``, ``overdue``, ``expired_reservations`` and ``stats``.
 
-    Thread-safe. A call that is refused has changed nothing, except that reservations may have expired, and blocks whose
-    time is over may have fallen to the default priority. Verbs are one jitted call for all keys. Bad arguments raise
-    TypeError or ValueError, and all verbs raise PoolClosed.
+    Thread-safe. A call that raises has changed nothing, except that reservations may have expired, and that blocks
+    whose time to live is over may have the default priority. Every call is one jitted call for all its keys. After
+    ``close``, calls raise PoolClosed.
 
-    An exception of a signal handler, such as the KeyboardInterrupt of Ctrl-C, can come after a call has changed the
-    cache. What it took for a caller who did not receive it is in ``leases`` and ``reserved_keys``.
+    An exception of a signal handler, such as the KeyboardInterrupt of Ctrl-C, can arrive after a call has changed the
+    cache. ``leases`` and ``reserved_keys`` list what that call took.
 
     Examples
     --------
@@ -156,8 +158,22 @@ class HostCache(Closing):
     # -- keys that are looked for --------------------------------------------------------------------
 
     def lookup(self, keys: Keys) -> Uint8s:
-        """ABSENT, HERE or PENDING for each key: uint8[n]. Does not change the cache, except that reservations may
-        expire."""
+        """Return whether each key is ABSENT, HERE or PENDING.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+
+        Returns
+        -------
+        ndarray of uint8, shape (n,)
+            ``HostCache.ABSENT``, ``HERE`` or ``PENDING`` for each.
+
+        Notes
+        -----
+        Changes nothing, except that reservations may expire.
+        """
         wanted = packed(keys)
         answers, now_ms = np.empty(len(wanted.keys), np.uint8), self._now_for_deadlines()
         with self._lock:
@@ -167,7 +183,22 @@ class HostCache(Closing):
         return answers
 
     def find(self, key: bytes) -> int:
-        """ABSENT, HERE or PENDING for one key. Does not change the cache, except that reservations may expire."""
+        """Return whether a key is ABSENT, HERE or PENDING.
+
+        Parameters
+        ----------
+        key : bytes
+            The key.
+
+        Returns
+        -------
+        int
+            ``HostCache.ABSENT``, ``HERE`` or ``PENDING``.
+
+        Notes
+        -----
+        Changes nothing, except that reservations may expire.
+        """
         if type(key) is not bytes or not 1 <= len(key) <= hostcache.KEY_BYTES:
             key = key_argument("key", key)
         size, now_ms = len(key), self._now_for_deadlines()
@@ -185,10 +216,28 @@ class HostCache(Closing):
         return answer
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
-        """Hold the blocks of keys until the lease is closed, for a reader. All keys must be HERE.
+        """Hold the blocks of keys for a reader, until the lease is closed.
 
-        Counts as a use. ``owner`` names the reader, for ``revoke`` and for people. Changes the cache. Raises
-        BlockNotFound, which names the first key that is not HERE; nothing is pinned then.
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys. All must be HERE.
+        owner : str, default ""
+            Name of the reader, for ``revoke`` and for people.
+
+        Returns
+        -------
+        HostLease
+            The blocks.
+
+        Raises
+        ------
+        BlockNotFound
+            Where a key is not HERE. It names the first one, and nothing is pinned.
+
+        Notes
+        -----
+        Changes the cache: the keys count as used.
         """
         wanted, owner = packed(keys), text_argument("owner", owner)
         now_ms = self._now()
@@ -210,11 +259,27 @@ class HostCache(Closing):
         return new[0][0]
 
     def touch(self, keys: Keys, *, turn: bool = False) -> int:
-        """Note that the keys which are HERE are used now. Returns how many.
+        """Count the keys that are HERE as used now.
 
-        They are evicted after all that was used before. Of these keys, the last one is evicted first, since the end of
-        a prompt is worth less than its beginning. ``turn``: a request has ended, and these are all its keys, in the
-        order of its prompt; pass it once for each request, for all policies but "lru". Changes the cache.
+        They are evicted after everything that was used before. Of these keys, the last one is evicted first, since the
+        end of a prompt is worth less than its beginning.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys, in the order of the prompt.
+        turn : bool, default False
+            Whether a request has ended, and these are all its keys. Pass it once for each request, for all policies but
+            "lru".
+
+        Returns
+        -------
+        int
+            Number of keys that are HERE.
+
+        Notes
+        -----
+        Changes the cache.
         """
         wanted, turn = packed(keys), bool_argument("turn", turn)
         return self._run(hostcache.touch, wanted, turn, self._now())
@@ -229,19 +294,38 @@ class HostCache(Closing):
         ttl_ms: int | None = None,
         deadline_ms: int | None = None,
     ) -> Reserved:
-        """Take a block for each absent key. These keys are then PENDING. Evicts content if needed. Changes the cache.
+        """Take a block for each absent key. These keys are then PENDING.
 
         Keys that are HERE count as used, and this call does not evict them. PENDING keys belong to another caller. Only
-        the caller may write the blocks, until it calls ``publish`` or ``abort``. Victims are empty blocks, then content
-        of the lowest priority, least recently used first, up to ``priority`` (0 to 100). After ``ttl_ms`` without a
-        use, the priority falls to the default.
+        the caller may write the blocks, until it calls ``publish`` or ``abort``. Empty blocks are taken first, then the
+        content of the lowest priority, least recently used first, up to ``priority``.
 
-        The reservation expires ``deadline_ms`` after this call (None, the default: never). The keys that are not
-        published by then are ABSENT, ``publish`` refuses them, and they are counted in ``stats``. Their blocks stay out
-        of use until ``abort``, since the writer may still write them. Until then, ``reserve`` does not take these keys
-        again.
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+        priority : int, default 35
+            0 (evicted first) to 100 (evicted last).
+        ttl_ms : int, optional
+            After this many milliseconds without a use, the priority falls to the default. By default it never does.
+        deadline_ms : int, optional
+            After this many milliseconds, the keys that are not published expire. They are counted in ``stats``. Their
+            blocks stay out of use until ``abort``, since the writer may still write them, and ``reserve`` does not take
+            these keys until then. By default they never expire.
 
-        All or nothing: raises OutOfBlocks if too few blocks are free. Pinned and pending blocks are not free.
+        Returns
+        -------
+        Reserved
+            The keys that were absent, with their blocks, and the keys that were evicted.
+
+        Raises
+        ------
+        OutOfBlocks
+            Where too few blocks are free. Pinned and pending blocks are not free. Nothing has changed then.
+
+        Notes
+        -----
+        Changes the cache.
         """
         wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         lifetime = ttl_argument("deadline_ms", deadline_ms)
@@ -278,17 +362,53 @@ class HostCache(Closing):
         return new[0] if new else None
 
     def publish(self, keys: Keys) -> int:
-        """Say that the bytes of pending keys are written. The keys are then HERE. Returns how many. Changes the cache.
+        """Make pending keys available, whose bytes are written. They are then HERE.
 
         A key that ``forget`` or ``clear`` has named meanwhile is dropped instead. Of the keys of one call, the one that
-        was reserved last is evicted first, whatever their order here. Raises BlockNotFound, which names the first key
-        that is not pending; and ReservationExpired, which names the first key whose deadline has passed: abort those
-        that ``overdue`` returns, and publish the others.
+        was reserved last is evicted first, whatever their order here.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+
+        Returns
+        -------
+        int
+            Number of keys that are HERE now.
+
+        Raises
+        ------
+        BlockNotFound
+            Where a key is not pending. It names the first one.
+        ReservationExpired
+            Where a deadline has passed. It names the first such key: abort those that ``overdue`` returns, and publish
+            the others.
+
+        Notes
+        -----
+        Changes the cache.
         """
         return self.publish_ordered(self.in_order(keys))
 
     def publish_ordered(self, keys: Sequence[bytes]) -> int:
-        """What ``publish`` does with keys that ``in_order`` has returned."""
+        """Do what ``publish`` does, with keys that ``in_order`` has returned.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+
+        Returns
+        -------
+        int
+            Number of keys that are HERE now.
+
+        Raises
+        ------
+        BlockNotFound, ReservationExpired
+            As for ``publish``.
+        """
         now_ms = self._now()
         with self._lock, self._changes:
             self._check_open()
@@ -299,7 +419,18 @@ class HostCache(Closing):
             return self._end(hostcache.publish, keys, now_ms)
 
     def in_order(self, keys: Keys) -> Sequence[bytes]:
-        """Pending keys in the order in which they were reserved; others as they are. Does not change the cache."""
+        """Return pending keys in the order in which they were reserved.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+
+        Returns
+        -------
+        sequence of bytes
+            The keys in that order, or as they are if one of them is not pending.
+        """
         checked_keys = keys_argument(keys)
         try:
             return sorted(checked_keys, key=self._order.__getitem__)
@@ -307,10 +438,29 @@ class HostCache(Closing):
             return checked_keys
 
     def abort(self, keys: Keys) -> int:
-        """Give back the blocks of pending keys whose bytes will not come. Returns how many. Changes the cache.
+        """Give back the blocks of pending keys that will not be written.
 
         Nobody may write the blocks any more. Keys whose reservation has expired are among them: this makes their blocks
-        usable again. Raises BlockNotFound, which names the first key that is not pending.
+        usable again.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+
+        Returns
+        -------
+        int
+            Number of keys.
+
+        Raises
+        ------
+        BlockNotFound
+            Where a key is not pending. It names the first one.
+
+        Notes
+        -----
+        Changes the cache.
         """
         checked_keys, now_ms = keys_argument(keys), self._now()
         with self._lock, self._changes:
@@ -320,13 +470,24 @@ class HostCache(Closing):
 
     @property
     def reserved_keys(self) -> list[bytes]:
-        """Keys that were reserved, and neither published nor aborted, in the order of their reservation. Also those of
-        a call whose result nobody received, because an exception of a signal handler came first. Fast."""
+        """Keys that were reserved, and neither published nor aborted, in the order of their reservation.
+
+        Also those of a call whose result nobody received, because an exception of a signal handler came first. Fast.
+        """
         return list(self._order)
 
     def overdue(self) -> list[bytes]:
-        """Return the keys whose reservation has expired and whose writer has not called ``abort``, in the order in
-        which they were found to have expired. Does not change the cache, except that reservations may expire."""
+        """Return the keys whose reservation has expired and that were not aborted yet.
+
+        Returns
+        -------
+        list of bytes
+            The keys, in the order in which they expired.
+
+        Notes
+        -----
+        Changes nothing, except that reservations may expire.
+        """
         now_ms = self._now_for_deadlines()
         with self._lock:
             self._check_open()
@@ -335,7 +496,7 @@ class HostCache(Closing):
 
     @property
     def expired_reservations(self) -> int:
-        """How many blocks were not published before the deadline of their reservation."""
+        """Number of blocks that were not published before the deadline of their reservation."""
         now_ms = self._now_for_deadlines()
         with self._lock, self._changes:
             if not self._closed and self._changes.torn is None:
@@ -360,18 +521,50 @@ class HostCache(Closing):
             self._change(hostcache.forget_keys, packed(keys, known=True), now_ms, finish=note)
 
     def set_priority(self, keys: Keys, priority: int, *, ttl_ms: int | None = None) -> int:
-        """Give keys that are HERE this priority (0 to 100) from now on; after ``ttl_ms`` without a use it falls to the
-        default. Returns how many. Emits "updated" events. Changes the cache. Raises TypeError, ValueError."""
+        """Give the keys that are HERE another priority.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+        priority : int
+            0 (evicted first) to 100 (evicted last).
+        ttl_ms : int, optional
+            After this many milliseconds without a use, the priority falls to the default. By default it never does.
+
+        Returns
+        -------
+        int
+            Number of keys that are HERE.
+
+        Notes
+        -----
+        Changes the cache, and emits "updated" events.
+        """
         priority, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         return self._run(hostcache.set_priority, packed(keys), priority, ttl, self._now())
 
     # -- keys that go ----------------------------------------------------------------------------------
 
     def forget(self, keys: Keys) -> int:
-        """Drop keys that are HERE or PENDING. Returns how many. Changes the cache.
+        """Drop keys that are HERE or PENDING.
 
         A pinned block keeps its bytes until it is unpinned. A pending key stays with its writer, and nobody finds it.
         It is dropped when the writer publishes it.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+
+        Returns
+        -------
+        int
+            Number of keys that were HERE or PENDING.
+
+        Notes
+        -----
+        Changes the cache.
         """
         wanted, now_ms = packed(keys), self._now()
         present_keys = list(itertools.compress(wanted.keys, self.lookup(wanted.keys))) if self._gone.capacity else []
@@ -380,8 +573,22 @@ class HostCache(Closing):
         )
 
     def clear(self, force: bool = False) -> None:
-        """Drop all keys. Raises PoolBusy while leases are open or keys are pending. With ``force``, these are treated
-        as ``forget`` does."""
+        """Drop all keys.
+
+        Parameters
+        ----------
+        force : bool, default False
+            Whether to do it while leases are open or keys are pending. These are treated as ``forget`` treats them.
+
+        Raises
+        ------
+        PoolBusy
+            While leases are open or keys are pending, without ``force``. Nothing has changed then.
+
+        Notes
+        -----
+        Changes the cache.
+        """
         force, now_ms = bool_argument("force", force), self._now()
         with self._lock, self._changes:
             self._check_open()
@@ -391,8 +598,21 @@ class HostCache(Closing):
             self._decide(hostcache.clear, now_ms, finish=lambda _: self._gone.note_unnamed())
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
-        """Return why a key is not HERE: "evicted", "forgotten", "never_seen" or "unknown". ``history`` is the number of
-        keys that have gone and are remembered. ``tokens``: of its block. Does not change the cache."""
+        """Return why a key is not HERE.
+
+        Parameters
+        ----------
+        key : bytes
+            The key.
+        tokens : int, default 1
+            Tokens of its block, which the result repeats.
+
+        Returns
+        -------
+        Missed
+            Its reason is "evicted", "forgotten", "lost", "never_seen" or "unknown". ``history`` is the number of
+            removed keys whose reason is remembered.
+        """
         with self._lock:
             reason, left_ms = self._gone.reason_of(key)
         return Missed(0, tokens, reason, None if left_ms is None else max(0, self._now() - left_ms))
@@ -400,23 +620,62 @@ class HostCache(Closing):
     # -- keys that are saved ---------------------------------------------------------------------------
 
     def open_dirty_cursor(self, *, pending: bool) -> int:
-        """Return the number of a new dirty-block cursor, which has read no keys. With ``pending``, ``unsaved_blocks``
-        counts blocks that are evicted before the cursor has read them. At most SAVERS of ``state.saving`` at once.
-        Changes the cache."""
+        """Open a cursor over the keys that are not saved yet.
+
+        Parameters
+        ----------
+        pending : bool
+            Whether ``unsaved_blocks`` counts blocks that are evicted before the cursor has read them.
+
+        Returns
+        -------
+        int
+            The number of the cursor, which has read no keys.
+
+        Notes
+        -----
+        Changes the cache. At most ``SAVERS`` of ``kvpool.state.saving`` are open at once.
+        """
         with self._lock, self._changes:
             self._check_open()
             saving.check_cursors(self._groups)
             return int(self._decide(saving.open_dirty_cursor, pending))
 
     def close_dirty_cursor(self, cursor: int) -> None:
-        """Close a dirty-block cursor. Changes the cache."""
+        """Close a cursor of ``open_dirty_cursor``.
+
+        Parameters
+        ----------
+        cursor : int
+            Its number.
+
+        Notes
+        -----
+        Changes the cache.
+        """
         with self._lock, self._changes:
             if self._changes.torn is None:
                 self._decide(saving.close_dirty_cursor, cursor)
 
     def read_dirty(self, cursor: int, keys: Keys) -> list[bytes]:
-        """Return the keys that are HERE and that a cursor has not read. They count as read until they leave the cache.
-        Changes the cache."""
+        """Return the keys that are HERE and that a cursor has not read.
+
+        Parameters
+        ----------
+        cursor : int
+            Its number.
+        keys : iterable of bytes
+            The keys that are looked at.
+
+        Returns
+        -------
+        list of bytes
+            The keys. They count as read until they leave the cache.
+
+        Notes
+        -----
+        Changes the cache.
+        """
         wanted = packed(keys)
         answers, block_rows = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
         with self._lock, self._changes:
@@ -426,8 +685,26 @@ class HostCache(Closing):
             return unpacked(self._states[0].tokens[block_rows[:count, saving.FOUND - 1]])
 
     def eviction_candidates(self, cursor: int | None, blocks: int, most: int) -> list[bytes]:
-        """Return up to ``most`` keys that would be evicted if ``blocks`` more were reserved and that a cursor has not
-        read, in the order of eviction. They count as read. With None, return all of them. Changes the cache."""
+        """Return the keys that are evicted next, and that a cursor has not read.
+
+        Parameters
+        ----------
+        cursor : int or None
+            The number of a cursor. With None, keys count whether they were read or not.
+        blocks : int
+            Candidates are the keys that would be evicted if this many blocks more were reserved.
+        most : int
+            The most keys that are returned.
+
+        Returns
+        -------
+        list of bytes
+            The keys in the order of eviction. They count as read.
+
+        Notes
+        -----
+        Changes the cache.
+        """
         margins, victim_rows = np.array([blocks]), np.empty((most, saving.FOUND), np.int64)
         with self._lock, self._changes:
             self._check_open()
@@ -439,16 +716,26 @@ class HostCache(Closing):
 
     @property
     def unsaved_blocks(self) -> int:
-        """The number of blocks that were evicted before a cursor opened with ``pending`` has read them."""
+        """Number of blocks that were evicted before a cursor opened with ``pending`` has read them."""
         return int(self._groups[0, records.H.unsaved])
 
     @property
     def forgotten_blocks(self) -> int:
-        """Blocks that lost their content since the cache was made: evicted, forgotten or cleared. Fast."""
+        """Number of blocks that were evicted, forgotten or cleared since the cache was made. Fast."""
         return int(self._states[0].counters[_FORGOTTEN])
 
     def refresh(self) -> int:
-        """Give blocks whose time to live is over the default priority. Returns how many. Changes the cache."""
+        """Give blocks whose time to live is over the default priority.
+
+        Returns
+        -------
+        int
+            Number of these blocks.
+
+        Notes
+        -----
+        Changes the cache.
+        """
         now_ms = self._now()
         with self._lock, self._changes:
             self._check_open()
@@ -478,7 +765,22 @@ class HostCache(Closing):
         return True
 
     def revoke(self, owner: str) -> int:
-        """Close all leases of an owner that is gone and reads no more. Returns how many. Changes the cache."""
+        """Close all leases of an owner that has ended and reads no more.
+
+        Parameters
+        ----------
+        owner : str
+            The owner, as given to ``pin``.
+
+        Returns
+        -------
+        int
+            Number of leases.
+
+        Notes
+        -----
+        Changes the cache.
+        """
         owner, now_ms = text_argument("owner", owner), self._now()
         with self._lock, self._changes:
             self._check_open()
@@ -486,7 +788,13 @@ class HostCache(Closing):
             return sum(self._end_lease(lease.id, now_ms) for lease in self.leases if lease.owner == owner)
 
     def events(self) -> list[HostEvent]:
-        """What has changed since the last call. Each event is returned once. Raises PoolClosed."""
+        """Return the changes since the last call. Each event is returned once.
+
+        Returns
+        -------
+        list of HostEvent
+            The events, in order. Empty without ``event_capacity``.
+        """
         with self._lock, self._changes:
             self._check_open()
             taken = kv_events.take(self._states, self._names.known, False)
@@ -498,12 +806,28 @@ class HostCache(Closing):
             raise
 
     def usage(self) -> HostUsage:
-        """What the blocks are used for; also of a closed cache. Changes nothing. Fast, for every step."""
+        """Return what the blocks are used for. Fast enough for every step, and for a closed cache too.
+
+        Returns
+        -------
+        HostUsage
+            Numbers of blocks.
+        """
         with self._lock, self._changes:
             return usage_of(self._states[0], self._pinned())
 
     def stats(self) -> HostCacheStats:
-        """A snapshot; also of a closed cache. Changes nothing, except that reservations may expire."""
+        """Return the figures of the cache, even if it is closed.
+
+        Returns
+        -------
+        HostCacheStats
+            The state now, and totals.
+
+        Notes
+        -----
+        Changes nothing, except that reservations may expire.
+        """
         now_ms = self._now()
         with self._lock, self._changes:
             if not self._closed and self._changes.torn is None:
@@ -512,8 +836,13 @@ class HostCache(Closing):
             return stats_of(self._states[0], self.usage(), leases, self._deadlines)
 
     def verify(self) -> None:
-        """Check every invariant of the state, even if it is in doubt. Slow. Raises IntegrityError, which names the one
-        that does not hold; PoolClosed."""
+        """Check every invariant of the state, even if the state is in doubt. Slow.
+
+        Raises
+        ------
+        IntegrityError
+            Where one does not hold. It names that one.
+        """
         with self._lock, self._changes:
             if self._closed:
                 self._check_open()
@@ -521,6 +850,7 @@ class HostCache(Closing):
 
     @property
     def closed(self) -> bool:
+        """Whether the cache was closed."""
         return self._closed
 
     def close(self) -> None:

@@ -28,8 +28,21 @@ from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 
 
 class HostCopy:
-    """One copy that was enqueued. ``nbytes`` and ``fragments`` are its bytes, and the number of pieces; ``layers`` are
-    those of its group. Thread-safe."""
+    """One copy that was enqueued. ``HostCopies.copy_in`` and ``copy_out`` return it.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that are copied.
+    fragments : int
+        Number of contiguous pieces.
+    layers : int
+        Layers of its group.
+
+    Notes
+    -----
+    Any thread may use it.
+    """
 
     __slots__ = ("_copies", "_events", "fragments", "layers", "nbytes")
 
@@ -39,52 +52,84 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
-        """Whether the copy is done. Does not wait. Raises DeviceError."""
+        """Whether the copy is done. Does not wait. Raises DeviceError where the device fails."""
         return self._copies.query(self._events[-1])
 
     def wait(self) -> None:
-        """Wait until the copy is done. Raises DeviceError."""
+        """Wait until the copy is done.
+
+        Raises
+        ------
+        DeviceError
+            Where the device fails.
+        """
         self._copies.synchronize(self._events[-1])
 
     def follow(self, stream: StreamLike, layer: int | None = None) -> None:
-        """Have work that is enqueued on ``stream`` from now on wait for the copy, or for the part of it that has a
-        ``layer`` of the group. The caller does not wait. Raises TypeError, ValueError, DeviceError, PoolClosed."""
+        """Have work that is enqueued on a stream from now on wait for the copy.
+
+        Parameters
+        ----------
+        stream : Stream, int or stream of a package, or None
+            The stream. None is the default stream of the device.
+        layer : int, optional
+            Wait only for the part of the copy that has this layer of the group. By default for all of it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device fails. After ``HostCopies.close``.
+
+        Notes
+        -----
+        The caller does not wait.
+        """
         last = self.layers - 1 if layer is None else integer_argument("layer", layer, 0, self.layers - 1)
         self._copies.hold_back(stream, self._events[Layers.that_has(last, self.layers, len(self._events))])
 
 
 class HostPlace(NamedTuple):
-    """Where the bytes of a cache lie in a host block, if others have bytes between them. Strides are bytes."""
+    """Where the bytes of a cache lie in a host block that others have bytes in too.
+
+    Attributes
+    ----------
+    first_byte : int
+        The first byte in the block.
+    layer_stride : int
+        Bytes from one layer to the next.
+    planes : tuple of (int, int, int)
+        For each plane the offset in the layer, the stride of the engine's blocks, and that of tokens, in bytes. Heads
+        follow each other.
+    """
 
     first_byte: int
     layer_stride: int
     planes: tuple[tuple[int, int, int], ...]
-    """For each plane the offset in the layer, the stride of the engine's blocks, and that of tokens. Heads follow each
-    other."""
 
 
 class HostCopies(Closing):
-    """Copies between an engine's paged memory and the blocks of a ``HostTier``. Each worker has one.
+    """Copies between an engine's paged memory and the blocks of a ``HostTier``. A context manager.
+
+    Each worker has one. A group takes ``group_bytes[group]`` bytes of a host block: [layers, planes, blocks, tokens,
+    heads, bytes] without gaps, or heads before tokens where the engine's memory has that order.
 
     Parameters
     ----------
-    tier
+    tier : HostTier
         The memory of the host blocks, made here or attached.
-    caches
-        The engine's memory: a PagedKV, or one for each group of layers. Groups may share memory.
-    blocks_per_host_block
-        How many blocks of one group a host block holds, one after the other in the prompt.
-    first_byte
+    caches : PagedKV or sequence of PagedKV
+        The engine's memory, one for each group of layers. Groups may share memory.
+    blocks_per_host_block : int, default 1
+        Number of consecutive blocks of one group in a host block.
+    first_byte : int, default 0
         Where in a host block this worker's bytes begin. Workers that share a tier have ranges of their own.
-    places
-        A HostPlace for each cache, instead of ``first_byte``, or None. The caller is responsible for bytes that two of
-        them share.
-    device
-        "auto": the GPU that has the memory of the caches, or "cpu". Or "cpu", "cuda", "sim", or a
-        ``kvpool.device.base.Device`` that nothing else uses.
-
-    A group takes ``group_bytes[group]`` bytes of a host block: [layers, planes, blocks, tokens, heads, bytes] without
-    gaps, or heads before tokens where the engine has them so.
+    places : sequence of HostPlace or None, optional
+        A place for each cache, instead of ``first_byte``. The caller is responsible for bytes that two of them share.
+    device : {"auto", "cpu", "cuda", "sim"} or Device, default "auto"
+        "auto" is the GPU that has the memory of the caches, or "cpu". A ``kvpool.device.base.Device`` must not be used
+        by anything else.
 
     Raises
     ------
@@ -95,9 +140,21 @@ class HostCopies(Closing):
 
     Notes
     -----
-    Thread-safe. Nothing here checks whether a block may be read or written: lease host blocks that are read, reserve
-    those that are written, and end both only when the copy is done. On a GPU and on "sim" copies run on two streams
-    of their own, one for each direction.
+    Any thread may call it. Nothing here checks whether a block may be read or written: lease host blocks that are read,
+    reserve those that are written, and end both only when the copy is done. On a GPU and on "sim" copies run on two
+    streams of their own, one for each direction.
+
+    Examples
+    --------
+    >>> import numpy as np, kvpool
+    >>> from kvpool.hostcache.host_copies import HostCopies
+    >>> model = kvpool.ModelIdentity("tiny", "rev 1", "float16", "1 layer", "mine 1")
+    >>> kv = [np.full((2, 8, 4, 1, 8), 3, np.float16)]  # planes, blocks, tokens, heads, elements
+    >>> tier = kvpool.HostTier(4, 128, identity=model)
+    >>> with HostCopies(tier, kvpool.PagedKV.of(kv, "vllm_flash_attention")) as copies:
+    ...     copies.copy_in([5], [0]).wait()
+    ...     print(float(tier.blocks[0].view(np.float16).min()))
+    3.0
     """
 
     def __init__(
@@ -157,22 +214,29 @@ class HostCopies(Closing):
 
         Parameters
         ----------
-        blocks
+        blocks : int or sequence of int
             The engine's block ids, in the order of the prompt. A block below zero is left out.
-        host_blocks
-            A ``HostSlots`` of the tier's cache, or the ids. Engine block i is in host block
-            ``i // blocks_per_host_block``; there are as many as that takes, each once.
-        skip_prefix_n_tokens, n_tokens
-            Tokens before the first, and from the second on (default: none), are neither read nor written, nor are their
-            blocks looked at. Tokens are counted over all blocks of the call.
-        stream
-            The engine's: the copy comes after all that is enqueued there so far. On a CPU the copy is made by the
-            caller, without the interpreter's lock, and is done when the call returns.
-        group
+        host_blocks : HostSlots, int or sequence of int
+            Slots of the tier's cache, or ids. Engine block i is in host block ``i // blocks_per_host_block``. There are
+            as many as that takes, each once.
+        skip_prefix_n_tokens : int, default 0
+            Tokens before this one are neither read nor written, nor are their blocks looked at. Tokens are counted over
+            all blocks of the call.
+        n_tokens : int, optional
+            Tokens from this one on are neither read nor written. By default all are copied.
+        stream : Stream, int or stream of a package, optional
+            The engine's stream: the copy comes after everything that is enqueued there so far. On a CPU the copy is
+            made by the caller, without the interpreter's lock, and is done when the call returns.
+        group : int, default 0
             Index of the group of layers.
-        layer_parts
-            In how many parts of the layers the copy is made, one after the other. ``HostCopy.follow`` waits for one, so
-            that the engine computes with the first layers while the others come.
+        layer_parts : int, default 1
+            Number of parts of the layers that are copied one after the other. ``HostCopy.follow`` waits for one, so
+            that the engine computes with the first layers while the others are copied.
+
+        Returns
+        -------
+        HostCopy
+            The copy.
 
         Raises
         ------
@@ -194,7 +258,30 @@ class HostCopies(Closing):
         group: int = 0,
         layer_parts: int = 1,
     ) -> HostCopy:
-        """Copy KV of host blocks into the engine's blocks. Everything else is as in ``copy_in``."""
+        """Copy KV of host blocks into the engine's blocks.
+
+        Parameters
+        ----------
+        blocks : int or sequence of int
+            As in ``copy_in``.
+        host_blocks : HostSlots, int or sequence of int
+            As in ``copy_in``.
+        skip_prefix_n_tokens : int, default 0
+            As in ``copy_in``.
+        n_tokens : int, optional
+            As in ``copy_in``.
+        stream : Stream, int or stream of a package, optional
+            As in ``copy_in``.
+        group : int, default 0
+            As in ``copy_in``.
+        layer_parts : int, default 1
+            As in ``copy_in``.
+
+        Returns
+        -------
+        HostCopy
+            The copy.
+        """
         return self._copy(False, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group, layer_parts)
 
     def _copy(
@@ -247,16 +334,46 @@ class HostCopies(Closing):
     # -- for HostCopy --------------------------------------------------------------------------
 
     def query(self, event: DeviceEvent) -> bool:
-        """Whether an event is complete."""
+        """Return whether an event is complete.
+
+        Parameters
+        ----------
+        event : DeviceEvent
+            An event of this object's device.
+
+        Returns
+        -------
+        bool
+            Whether it is.
+        """
         return event is NULL_EVENT or self._drained or self._device.query(event)
 
     def synchronize(self, event: DeviceEvent) -> None:
-        """Return when an event is complete."""
+        """Return when an event is complete.
+
+        Parameters
+        ----------
+        event : DeviceEvent
+            An event of this object's device.
+        """
         if event is not NULL_EVENT and not self._drained:
             self._device.synchronize(event)
 
     def hold_back(self, stream: StreamLike, event: DeviceEvent) -> None:
-        """Have a stream wait for an event."""
+        """Have a stream wait for an event.
+
+        Parameters
+        ----------
+        stream : Stream, int or stream of a package, or None
+            The stream.
+        event : DeviceEvent
+            An event of this object's device.
+
+        Raises
+        ------
+        PoolClosed
+            After ``close``.
+        """
         on = self._device.as_stream(stream)
         with self._lock:
             if not self._open:
@@ -267,12 +384,18 @@ class HostCopies(Closing):
 
     @property
     def closed(self) -> bool:
+        """Whether the copies were closed."""
         return not self._open
 
     def close(self) -> None:
-        """Wait for all copies that were enqueued, and let go of the tier, which stays open. Closing twice is fine.
+        """Wait for all copies that were enqueued, and release the tier, which stays open.
 
-        A copy that another thread is making on a CPU goes on. Raises DeviceError.
+        Closing twice has no further effect. A copy that another thread is making on a CPU continues.
+
+        Raises
+        ------
+        DeviceError
+            Where the device fails.
         """
         with self._lock:
             open_, self._open = self._open, False

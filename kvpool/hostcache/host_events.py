@@ -13,9 +13,19 @@ HostEventKind: TypeAlias = Literal["created", "stored", "removed", "updated", "c
 
 
 class HostEvent(NamedTuple):
-    """One change of the content of a host cache. ``kind`` is "created", "stored", "removed", "updated" or "cleared".
+    """One change of the content of a host cache.
 
-    ``number`` counts keys. For a reader that has seen everything, it equals ``next`` of the event before.
+    Attributes
+    ----------
+    kind : {"created", "stored", "removed", "updated", "cleared"}
+        What has happened.
+    number : int
+        The number of keys in all events before it. A reader that has missed none finds here ``next`` of the event
+        before.
+    keys : tuple of bytes
+        The keys that it is about.
+    priority : int
+        Their priority.
     """
 
     kind: HostEventKind
@@ -25,6 +35,7 @@ class HostEvent(NamedTuple):
 
     @property
     def next(self) -> int:
+        """The number of the event that follows."""
         return self.number + max(1, len(self.keys))
 
 

@@ -11,11 +11,28 @@ from kvpool.hostcache.tier import HostSlots
 
 
 class HostLease:
-    """Blocks of keys, in the order of the keys. They are not evicted until the lease is closed. A context manager;
-    thread-safe.
+    """Host blocks that are pinned for a reader: they are not evicted until the lease is closed.
 
-    ``keys``: as the caller gave them. ``blocks`` int64[n]: the host block of each. ``slots``: the same as a message.
-    ``since``: when the lease was given, in ms on the cache's clock.
+    A context manager, which closes the lease. ``HostCache.pin`` returns it.
+
+    Attributes
+    ----------
+    keys : tuple of bytes
+        The keys, as the caller gave them.
+    blocks : ndarray of int64, shape (n,)
+        The host block of each key.
+    owner : str
+        Name of the reader.
+    since : int
+        When the lease was opened, in milliseconds on the cache's clock.
+    id : int
+        Its number in the cache.
+    fingerprint : str
+        That of the cache.
+
+    Notes
+    -----
+    Any thread may use it.
     """
 
     __slots__ = ("_end", "_open", "blocks", "fingerprint", "id", "keys", "owner", "since")
@@ -37,6 +54,7 @@ class HostLease:
 
     @property
     def slots(self) -> HostSlots:
+        """The blocks as a message to a copy engine, in this process or another."""
         return HostSlots(tuple(self.blocks.tolist()), self.fingerprint)
 
     @property
@@ -45,8 +63,22 @@ class HostLease:
         return self.id not in self._open
 
     def close(self, *, used: bool = True) -> None:
-        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are where they were among
-        the victims of their priority. Raises LeaseExpired if the lease was closed before."""
+        """Unpin the blocks, which nobody reads any more.
+
+        Parameters
+        ----------
+        used : bool, default True
+            Whether the blocks were used. Otherwise they return to where they were in the order of eviction.
+
+        Raises
+        ------
+        LeaseExpired
+            If the lease was closed or revoked before.
+
+        Notes
+        -----
+        Changes the cache.
+        """
         if not self._end(self.id, used):
             raise LeaseExpired(f"lease {self.id} of {self.owner!r} was closed or revoked")
 

@@ -14,55 +14,100 @@ from kvpool.state.arrays import State
 
 
 class HostUsage(NamedTuple):
-    """The host blocks of a cache now, by what they are used for. Their sum is the capacity."""
+    """The host blocks of a cache by their use. The sum is the number of blocks.
+
+    Attributes
+    ----------
+    empty : int
+        Without content.
+    evictable : int
+        With content that nobody holds.
+    pinned : int
+        Held by leases.
+    pending : int
+        Reserved, and neither published nor aborted yet.
+    """
 
     empty: int
     evictable: int
-    """with content, and nobody holds them"""
     pinned: int
-    """held by leases"""
     pending: int
-    """reserved, and neither published nor aborted yet"""
 
 
 @dataclass(frozen=True)
 class HostCacheStats:
-    """The figures of a host cache: blocks now, and totals since it was made. free + used = capacity."""
+    """The figures of a host cache: blocks now, and totals since it was made.
+
+    Attributes
+    ----------
+    capacity : int
+        Number of blocks: ``free`` and ``used``.
+    free : int
+        Blocks that nobody holds, which the next calls can take.
+    used : int
+        Blocks that are pinned or pending.
+    evictable : int
+        Free blocks with content.
+    empty : int
+        Free blocks without content.
+    pinned : int
+        Blocks held by leases.
+    pending : int
+        Blocks that are reserved, and neither published nor aborted yet.
+    leases : int
+        Open leases.
+    oldest_lease_ms : int
+        Age of the oldest one, in milliseconds.
+    reserved_blocks : int
+        Blocks that were reserved.
+    published_blocks : int
+        Blocks that were published.
+    aborted_blocks : int
+        Blocks that were aborted.
+    reused_blocks : int
+        Blocks that were pinned for a reader.
+    evicted_blocks : int
+        Blocks that were evicted.
+    forgotten_blocks : int
+        Blocks that lost their content: evicted, forgotten or cleared.
+    expired_blocks : int
+        Blocks whose time to live was over.
+    events_dropped : int
+        Events for which there was no room.
+    expired_reservations : int
+        Blocks that were not published before the deadline of their reservation.
+    overdue : int
+        Pending blocks whose reservation has expired and that were not aborted yet.
+    lifetime_ms : Histogram
+        From publishing to eviction.
+    idle_ms : Histogram
+        From the last use to eviction.
+    reuse_gap_ms : Histogram
+        From the last use to the next.
+    """
 
     capacity: int
     free: int
-    """nobody holds them: the next calls can take them"""
     used: int
-    """pinned or pending"""
     evictable: int
-    """free with content"""
     empty: int
     pinned: int
-    """held by leases"""
     pending: int
-    """reserved, and neither published nor aborted yet"""
     leases: int
     oldest_lease_ms: int
     reserved_blocks: int
     published_blocks: int
     aborted_blocks: int
     reused_blocks: int
-    """blocks that were pinned for a reader"""
     evicted_blocks: int
     forgotten_blocks: int
-    """blocks that lost their content: evicted, forgotten or cleared"""
     expired_blocks: int
     events_dropped: int
     expired_reservations: int
-    """blocks that were not published before the deadline of their reservation"""
     overdue: int
-    """pending blocks whose reservation has expired, and whose writer has not called ``abort``"""
     lifetime_ms: Histogram = field(default_factory=Histogram)
-    """from publishing to eviction"""
     idle_ms: Histogram = field(default_factory=Histogram)
-    """from the last use to eviction"""
     reuse_gap_ms: Histogram = field(default_factory=Histogram)
-    """from the last use to the next"""
 
 
 def usage_of(state: State, pinned: Iterable[Int64s]) -> HostUsage:

@@ -29,29 +29,28 @@ _BYTES = ("u", "i", "b")
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What two caches must have in common before one may use the KV of the other.
+    """The properties that two caches must share before one may use the KV of the other.
 
     Parameters
     ----------
-    model
+    model : str
         Its name.
-    revision
+    revision : str
         The revision, or a digest, of its weights: new weights of the same shape give other KV.
-    kv_dtype
+    kv_dtype : str
         The type of the elements as they are kept, such as ``"bfloat16"`` or ``"fp8_e4m3"``.
-    layout
-        The global layout: all layers, all heads, tokens per block. A text, or one or more BlockLayouts, of which the
-        fingerprints are taken.
-    hash_version
+    layout : str, BlockLayout or sequence of BlockLayout
+        The global layout: all layers, all heads, tokens per block. Of BlockLayouts, the fingerprints are kept.
+    hash_version : str
         How the engine makes its keys: its name, its version, its hash function and, where it has one, its seed.
-    kv_scales
+    kv_scales : str, default ""
         Name or digest of the scales of the elements, if there are any.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that is not a text, is empty (but for ``kv_scales``) or has more than 4,096 characters, and for
-        a ``kv_dtype`` that none of the layouts has.
+        For an argument that is not a text, is empty (except ``kv_scales``) or has more than 4,096 characters, and for a
+        ``kv_dtype`` that none of the layouts has.
 
     Notes
     -----
@@ -62,6 +61,14 @@ class ModelIdentity:
     another ``dtype`` or ``head_dim``, fewer heads and so on. Blocks of integers can hold any type of that size, and
     blocks of ``uint8`` any type at all. Texts without a meaning for kvpool, such as ``"as MLX has it"``, are not
     compared.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=16, tokens_per_block=16, dtype="bfloat16")
+    >>> model = kvpool.ModelIdentity("tiny", "rev 1", "bfloat16", layout, "my-engine 1")
+    >>> len(model.fingerprint)
+    32
     """
 
     model: str

@@ -12,20 +12,28 @@ from kvpool.state.records import NONE
 
 
 class Reserved(NamedTuple):
-    """The result of ``HostCache.reserve``. Can be pickled."""
+    """The keys that ``HostCache.reserve`` has reserved, with their blocks. Can be pickled.
+
+    Attributes
+    ----------
+    keys : tuple of bytes
+        The reserved keys, in the order of the call.
+    blocks : ndarray of int64, shape (n,)
+        The host block of each.
+    evicted : list of bytes
+        Keys that the call has evicted.
+    fingerprint : str
+        That of the cache.
+    """
 
     keys: tuple[bytes, ...]
-    """the reserved keys, in the order of the call"""
     blocks: Int64s
-    """the host block of each"""
     evicted: list[bytes]
-    """keys that the call has evicted"""
     fingerprint: str
-    """of the cache"""
 
     @property
     def slots(self) -> HostSlots:
-        """The blocks as a message to a copy engine."""
+        """The blocks as a message to a copy engine, in this process or another."""
         return HostSlots(tuple(self.blocks.tolist()), self.fingerprint)
 
 

@@ -57,9 +57,18 @@ def layout_of(block_bytes: int) -> BlockLayout:
 
 @dataclass(frozen=True)
 class HostSlots:
-    """Host blocks as a message to a copy engine, in this process or another. ``fingerprint`` is that of their cache.
+    """Host blocks as a message to a copy engine, in this process or another.
 
-    Immutable and picklable. A slice of it is such a message too.
+    Parameters
+    ----------
+    blocks : tuple of int
+        The host blocks.
+    fingerprint : str
+        That of their cache.
+
+    Notes
+    -----
+    Immutable and picklable, and safe to share between threads. A slice of it is such a message too.
     """
 
     blocks: tuple[int, ...]
@@ -76,10 +85,21 @@ class HostSlots:
 
 @dataclass(frozen=True)
 class HostTierDescription:
-    """What another process on the same machine needs to attach a ``HostTier``. ``HostTier.share`` returns it.
+    """What another process on the same machine needs to attach a ``HostTier``.
 
-    Immutable, thread-safe, picklable. It can travel as text where pickles are not wanted. It is a key to all KV of the
-    tier, for processes of the same user, machine and PID namespace.
+    ``HostTier.share`` returns it. It gives access to all KV of the tier, to processes of the same user, machine and PID
+    namespace.
+
+    Attributes
+    ----------
+    identity : ModelIdentity
+        Whose KV the tier has.
+    tier : SharedTier
+        The memory.
+
+    Notes
+    -----
+    Immutable, thread-safe, picklable. It can travel as text where pickles are not wanted.
     """
 
     identity: ModelIdentity
@@ -87,10 +107,12 @@ class HostTierDescription:
 
     @property
     def host_blocks(self) -> int:
+        """Number of blocks."""
         return self.tier.groups[0].blocks
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block."""
         return self.tier.groups[0].parts[0].layout.block_bytes
 
     @property
@@ -100,16 +122,39 @@ class HostTierDescription:
 
     @property
     def fingerprint(self) -> str:
+        """32 hex digits, the same as those of the cache."""
         return fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
 
     def to_json(self) -> str:
-        """The description as JSON."""
+        """Return the description as JSON.
+
+        Returns
+        -------
+        str
+            What ``from_json`` reads.
+        """
         tier = json.loads(self.tier.to_json())
         return json.dumps({"kvpool host tier": VERSION, "identity": asdict(self.identity), "tier": tier})
 
     @classmethod
     def from_json(cls, text: str) -> HostTierDescription:
-        """Read the result of ``to_json``. Raises TypeError, ValueError."""
+        """Read the result of ``to_json``.
+
+        Parameters
+        ----------
+        text : str
+            The description as JSON.
+
+        Returns
+        -------
+        HostTierDescription
+            The description.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For anything but the text of a description.
+        """
         if not isinstance(text, str):
             raise TypeError(f"description: expected a string, got {text!r:.80}")
         if len(text) > _TEXT_MAX:
@@ -142,28 +187,32 @@ class HostBlocks(Protocol):
 
 
 class HostTier(Closing):
-    """The memory of the host blocks of a ``HostCache``: ``blocks`` uint8[host_blocks, block_bytes].
+    """The memory of the host blocks of a ``HostCache``. A context manager.
 
     Parameters
     ----------
-    host_blocks, block_bytes, identity
+    host_blocks : int
         As of the cache; see also ``of``.
-    memory
-        None: zeroed shared memory without a name in the file system, which processes of the same user can attach, and
-        which is gone with the last of them. Its pages cost nothing until they are touched. Or memory of the caller's:
-        an array of any package, C-contiguous, writable, in main memory, of exactly ``host_blocks * block_bytes`` bytes.
-        It is kept alive, and cannot be shared.
+    block_bytes : int, BlockLayout or list of BlockLayout
+        As of the cache.
+    identity : ModelIdentity
+        As of the cache.
+    memory : array, optional
+        Memory of the caller's: an array of any package, C-contiguous, writable, in main memory, of exactly
+        ``host_blocks * block_bytes`` bytes. It is kept alive, and cannot be shared. By default zeroed shared memory
+        without a name in the file system, which processes of the same user can attach, and which is gone with the last
+        of them. Its pages take no memory until they are touched.
 
     Raises
     ------
     TypeError, ValueError
         For an argument of the wrong type or value.
     InsufficientMemory
-        Where the memory is not there.
+        Where the machine lacks the memory.
 
     Notes
     -----
-    Which process may read or write a block is decided by the cache, not here. Not to be pickled: see ``share``.
+    The cache decides which process may read or write a block. Not to be pickled: see ``share``. Any thread may use it.
     """
 
     def __init__(
@@ -193,17 +242,46 @@ class HostTier(Closing):
 
     @classmethod
     def of(cls, cache: HostBlocks, *, memory: AnyArray | None = None) -> HostTier:
-        """The tier that belongs to a ``HostCache``."""
+        """Make the tier of a ``HostCache``.
+
+        Parameters
+        ----------
+        cache : HostCache
+            The cache, whose sizes and identity the tier gets.
+        memory : array, optional
+            As for the constructor.
+
+        Returns
+        -------
+        HostTier
+            The tier.
+        """
         return cls(cache.host_blocks, cache.block_bytes, identity=cache.identity, memory=memory)
 
     @classmethod
     def attach(cls, description: HostTierDescription | str) -> HostTier:
-        """Attach the tier of another process, in place. ``description`` is the result of its ``share``, or the same as
-        JSON text.
+        """Attach the tier of another process, in place.
 
-        The memory stays usable here after that process has ended. Raises PoolClosed if it is gone already. Raises
-        ValueError for something that is not a description, or for one of another machine or PID namespace. Raises
-        PermissionError for a process of another user, and TypeError.
+        The memory stays usable here after that process has ended.
+
+        Parameters
+        ----------
+        description : HostTierDescription or str
+            The result of its ``share``, or the same as JSON text.
+
+        Returns
+        -------
+        HostTier
+            The tier.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For anything but a description, and for one of another machine or PID namespace.
+        PoolClosed
+            If the memory is gone.
+        PermissionError
+            For a process of another user.
         """
         if not isinstance(description, (str, HostTierDescription)):
             raise TypeError(f"description: expected what share() gave, got {description!r:.80}")
@@ -216,19 +294,37 @@ class HostTier(Closing):
 
     @property
     def flat(self) -> Uint8s:
-        """All bytes, block after block. Raises PoolClosed, and ForkedProcess in a child of the process that made them,
-        which attaches them."""
+        """All bytes, block after block, in place: uint8[host_blocks * block_bytes].
+
+        Raises
+        ------
+        PoolClosed
+            After ``close``.
+        ForkedProcess
+            In a child of the process that made the tier. The child attaches it instead.
+        """
         if self._flat is None:
             raise PoolClosed("the host tier is closed")
         return self._flat
 
     @property
     def blocks(self) -> Uint8s:
-        """uint8[host_blocks, block_bytes], in place. Raises PoolClosed."""
+        """The blocks, in place: uint8[host_blocks, block_bytes]."""
         return self.flat.reshape(self.host_blocks, self.block_bytes)
 
     def share(self) -> HostTierDescription:
-        """What ``attach`` takes in another process. Raises ValueError for memory of the caller's, PoolClosed."""
+        """Return what ``attach`` takes in another process.
+
+        Returns
+        -------
+        HostTierDescription
+            The description, picklable.
+
+        Raises
+        ------
+        ValueError
+            For memory of the caller's.
+        """
         self.flat  # noqa: B018  # It is open.
         if self._description is None:
             if self._shared is None:

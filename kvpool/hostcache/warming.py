@@ -27,15 +27,28 @@ _WIDTH = 4
 
 
 def warm_up(*caches: PagedKV, processes: int | None = 1) -> None:
-    """Make every kind of call once on small pools of its own, on the ``cpu`` and the ``sim`` device.
+    """Compile everything that a serving process runs: make every kind of call once, on small pools.
 
-    ``processes``: how many processes compile, this one among them; None: as many as there are cores. They share what is
-    kept on disk. One that fails is named in the log, and this one does its work.
+    When this returns, all jitted code is ready. Otherwise a serving process compiles it at its first request, which
+    takes about 24 s of CPU once per version, or loads it, which takes tens of milliseconds for each call.
 
-    When this returns, all jitted code is ready. Otherwise a serving process compiles it at its first request (about
-    24 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
-    of ``gather_kv`` and ``scatter_kv`` are ready too, for staging without gaps. Touches no other GPU, and no other
-    pool. Raises DeviceError for a kernel that cannot be compiled. Thread-safe.
+    Parameters
+    ----------
+    *caches : PagedKV
+        Memory on a GPU, for whose layouts the kernels of ``gather_kv`` and ``scatter_kv`` are compiled too, with
+        staging buffers without gaps.
+    processes : int, optional
+        Number of processes that compile, this one among them, 1 by default. None takes as many as there are cores. They
+        share the files of the cache of compiled code. If one fails, the log names it, and this one does its work.
+
+    Raises
+    ------
+    DeviceError
+        For a kernel that cannot be compiled.
+
+    Notes
+    -----
+    Touches no other GPU, and no other pool. Any thread may call it.
     """
     count = cores() if processes is None else integer_argument("processes", processes, 1, 256)
     for paged in caches:
