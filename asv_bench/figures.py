@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "figures.md"
 PEERS = ("vllm:sha256", "sglang:radix", "sglang:rust", "lmcache")
+OURS = {"kvpool": "kvpool:policy=lru", "kvpool, adaptive": "kvpool:policy=adaptive"}
+"""The rows of kvpool, and their names in the harness."""
 PARTS = ("ingest", "admit", "append", "finish")
 LOAD_MAX = 1.0
 """The load average above which nothing is measured unless it is asked for: other work doubles the times."""
@@ -103,11 +105,19 @@ def beside(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
         str(options.harness),
     ]
     results, missing = [], {}
-    for name in ("kvpool", *PEERS, "kvpool"):
-        start = kvpool_command if name == "kvpool" else [options.python, str(options.harness / "replay.py")]
+    for name in (*OURS, *PEERS, "kvpool"):
+        start = kvpool_command if name in OURS else [options.python, str(options.harness / "replay.py")]
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.jsonl"
-            command = [*start, "--adapter", name, "--limit", str(options.requests), "--capacity", str(options.capacity)]
+            command = [
+                *start,
+                "--adapter",
+                OURS.get(name, name),
+                "--limit",
+                str(options.requests),
+                "--capacity",
+                str(options.capacity),
+            ]
             command += ["--reps", "3", "--out", str(out)] + (["--trace", str(options.trace)] if options.trace else [])
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

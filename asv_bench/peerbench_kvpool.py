@@ -166,7 +166,7 @@ def main() -> None:
         sys.exit(f"{harness} holds no replay.py")
     arguments[at : at + 2] = []
     if not any(argument.partition("=")[0] == "--adapter" for argument in arguments):
-        arguments = ["--adapter", "kvpool", *arguments]
+        arguments = ["--adapter", "kvpool:policy=lru", *arguments]
     checkout = Path(__file__).resolve().parents[1]
     sys.path[0:1] = [str(harness), str(checkout)] if (checkout / "kvpool").is_dir() else [str(harness)]
     sys.modules["adapters.kvpool"] = sys.modules[__name__]

@@ -45,7 +45,7 @@ class Verbs:
     unit = "us"
 
     def setup(self, verb: str) -> None:
-        self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY)
+        self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY, policy="lru")
         self.prompts = [keys(KEYS) for _ in range(2 * BLOCKS // KEYS)]
         for prompt in self.prompts:
             self.cache.reserve(prompt)
@@ -83,7 +83,7 @@ class StorageManager:
     unit = "us"
 
     def setup(self, call: str) -> None:
-        self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY)
+        self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY, policy="lru")
         self.tier = HostTier.of(self.cache)
         self.store = MemoryStore(1 << 30)
         self.storage = HostStorageManager(self.cache, self.tier, [self.store], retry_seconds=1e6)

@@ -19,7 +19,7 @@ def main():
     if options.adapter == "lmcache":
         sys.exit("No module named lmcache")
     row = dict.fromkeys(("us_ingest", "us_admit", "us_append", "us_finish"), 10.0)
-    row |= {"us_per_req": 40.0 if options.adapter == "kvpool" else 200.0, "hit_tokens": 7, "requests": 5}
+    row |= {"us_per_req": 40.0 if options.adapter == "kvpool:policy=lru" else 200.0, "hit_tokens": 7, "requests": 5}
     if options.adapter.startswith("sglang"):
         row["slot_kernel_s"] = 80e-6 * 5
     with open(options.out, "w") as file:
@@ -69,4 +69,5 @@ def test_what_the_harness_can_run_is_beside_kvpool_and_the_rest_is_named(
     assert "- `lmcache`: No module named lmcache" in text and "- `vllm" not in text
     assert "| `vllm:sha256` | 200 |  | 10 | 10 | 10 | 10 | 7 | 5.0 |" in text
     assert "| `sglang:rust` | 200 | 120 | 10 | 10 | 10 | 10 | 7 | 3.0 |" in text
+    assert "| `kvpool, adaptive` | 200 |  | 10 | 10 | 10 | 10 | 7 | 5.0 |" in text
     assert "python -m asv_bench.figures --harness PATH\n" in text

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from kvpool import BlockLayout, KVCacheManager
-from tests.golden import pools, stores
+from kvpool.state.arrays import POLICIES
+from tests.golden import policies, pools, stores
 from tests.golden.recorder import Recorder
 
 FILE = Path(__file__).with_name("digests.json")
@@ -18,6 +19,8 @@ DRIVES: dict[str, Callable[[int], Recorder]] = {
     "store queue": stores.drive_queue,
     **{f"keeper, save on {save}": partial(stores.drive_manager, save) for save in ("commit", "evict", "reuse")},
     **{f"host keeper, save on {save}": partial(stores.drive_host_manager, save) for save in stores.HOST_SAVES},
+    **{f"policy {policy}": partial(policies.drive_pool, policy) for policy in POLICIES},
+    **{f"host policy {policy}": partial(policies.drive_host, policy) for policy in POLICIES},
 }
 """Cases beside those of pools, by name without seed."""
 

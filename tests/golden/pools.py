@@ -88,7 +88,7 @@ def drive(kind: str, device: str, seed: int, secret: bytes = SECRET) -> Recorder
     """One case: its lines, and in ``seen`` the figures of the pool too."""
     recorder, clock = Recorder(), Clock()
     options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "offload_min_priority": 20}
-    with pool_of(KINDS[kind], 40, 24, device, secret=secret, clock=clock, **options) as cache:
+    with pool_of(KINDS[kind], 40, 24, device, secret=secret, clock=clock, policy="lru", **options) as cache:
         record_batches(cache, recorder)
         Driver(cache, recorder, clock, seed).run()
         stats = cache.stats()

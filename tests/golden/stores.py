@@ -233,7 +233,7 @@ def drive_host_manager(save: str, seed: int) -> Recorder:
 def drive_host_cache(seed: int) -> Recorder:
     recorder, random, now = Recorder(), Random(seed), [0]
     known, leases, pending = [bytes([i]) * (1 + i) for i in range(1, 30)], [], []
-    with HostCache(9, 64, identity=IDENTITY, clock=lambda: now[0], event_capacity=256) as cache:
+    with HostCache(9, 64, identity=IDENTITY, clock=lambda: now[0], event_capacity=256, policy="lru") as cache:
 
         def keep(kind: str, result: Any) -> None:
             if result is not None:

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from kvpool.state.arrays import POLICIES
 from tests.golden import pools
 from tests.golden.cases import CASES, DRIVES, SEEDS, STORE_SEEDS, changed, pool_case, read
 from tests.house.test_interpreter import python
@@ -102,6 +103,10 @@ SEEN = {
         "event cleared",
     },
     "host keeper": {*KEPT, "store clear", "write", "lookup", "forget", "pin"},
+    **{f"policy {policy}": {"offload", "onboard", "event removed host"} for policy in POLICIES},
+    **{f"host policy {policy}": {"event removed"} for policy in POLICIES},
+    "policy adaptive": {"offload", "follows lru", "follows reuse"},
+    "host policy adaptive": {"event removed", "follows lru", "follows reuse"},
 }
 """What happens beside pools, by the first words of the cases."""
 INTERPRETED = ("window on cpu, seed 1", "mixed on sim, seed 0", "keys")
