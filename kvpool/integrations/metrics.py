@@ -72,12 +72,22 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 class PoolMetrics(Closing):
-    """A collector of the pools that were added. It is registered in ``registry`` (default: that of the process) until
-    ``close``.
+    """A Prometheus collector of the pools that were added. A context manager.
 
-    A scrape takes one snapshot of each pool, under that pool's state lock and no other. Between scrapes nothing runs.
-    The collector does not keep pools alive, and no longer shows pools that are closed. A context manager. Thread-safe;
-    changes no pool. Raises ValueError if the registry has these metrics already: add several pools to one collector.
+    Parameters
+    ----------
+    registry : prometheus_client.CollectorRegistry, optional
+        It has the collector until ``close``. By default that of the process.
+
+    Raises
+    ------
+    ValueError
+        If the registry has these metrics already: add several pools to one collector.
+
+    Notes
+    -----
+    Thread-safe; changes no pool. A scrape takes one snapshot of each pool, under that pool's state lock and no other.
+    Between scrapes nothing runs. The collector does not keep pools alive, and no longer shows pools that are closed.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -88,11 +98,23 @@ class PoolMetrics(Closing):
         self._registry.register(self)
 
     def add(self, pool: str, cache: Cache) -> None:
-        """Show a pool, a host cache, a storage manager of one or a StoreServer from now on, with ``pool`` as its label.
-        A storage manager may have the label of its pool or cache.
+        """Show a pool, a host cache, a storage manager or a store server from now on.
 
-        Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
-        and if the collector is closed.
+        Parameters
+        ----------
+        pool : str
+            Its label. A storage manager may have the label of its pool or cache.
+        cache : KVCacheManager, HostCache, StorageManager, HostStorageManager or StoreServer
+            What is shown. It is not kept alive.
+
+        Raises
+        ------
+        TypeError
+            For anything else.
+        ValueError
+            If an open pool has that name, if the name is not valid text, and if the collector is closed.
+        PoolClosed
+            If ``cache`` is closed.
         """
         pool = text_argument("pool", pool)
         try:
@@ -117,7 +139,18 @@ class PoolMetrics(Closing):
             self._pools[what] = weakref.ref(cache)
 
     def remove(self, pool: str) -> None:
-        """Stop showing a pool, and a storage manager of this name. Raises ValueError for a name that was not added."""
+        """Stop showing a pool, and a storage manager of this name.
+
+        Parameters
+        ----------
+        pool : str
+            The label with which it was added.
+
+        Raises
+        ------
+        ValueError
+            For a name that was not added.
+        """
         with self._lock:
             known = sorted({name for name, _ in self._pools})
             if pool not in known:
@@ -133,11 +166,23 @@ class PoolMetrics(Closing):
             self._registry.unregister(self)
 
     def describe(self) -> Iterator[Metric]:
-        """All metrics without values, for a registry."""
+        """Return all metrics without values, for a registry.
+
+        Returns
+        -------
+        iterator of prometheus_client.Metric
+            One for each family.
+        """
         return _families([])
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of all open pools, for a scrape."""
+        """Return all metrics of all open pools, for a scrape.
+
+        Returns
+        -------
+        iterator of prometheus_client.Metric
+            One for each family.
+        """
         with self._lock:
             # A pool that is closed while it is read still has its last figures.
             self._pools = {name: known for name, known in self._pools.items() if _open(known) is not None}
@@ -147,12 +192,34 @@ class PoolMetrics(Closing):
 
 @contextmanager
 def served(port: int, host: str = "127.0.0.1", *, health: Callable[[], str] = str) -> Iterator[tuple[PoolMetrics, str]]:
-    """Serve a collector over HTTP while the context is open. Gives the collector, which has a registry of its own, and
-    the address.
+    """Serve a collector over HTTP while the context is open.
 
-    The page ``/health`` has the status 200, or 503 with what ``health()`` says is wrong, if that is not "". A thread
-    serves. Every client that reaches ``host`` can read both; by default, that is this machine. Port 0 is any free port.
-    Raises TypeError, ValueError, OSError.
+    Parameters
+    ----------
+    port : int
+        The port; 0 takes any free one.
+    host : str, default "127.0.0.1"
+        The address to listen at. Every client that reaches it can read the pages.
+    health : callable, optional
+        Returns what is wrong, or "". The page ``/health`` has the status 200, or 503 with this text.
+
+    Yields
+    ------
+    collector : PoolMetrics
+        A collector with a registry of its own.
+    address : str
+        The URL of the metrics.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value.
+    OSError
+        If the port is taken, or the address is not one of this machine.
+
+    Notes
+    -----
+    A thread serves until the context is closed.
     """
     port = integer_argument("port", port, 0, 65535)
     registry = CollectorRegistry()

@@ -10,12 +10,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool.pool.manager import KVCacheManager
 from kvpool.storage.storage_manager import StorageManager
 from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.store_worker import StoreWorker
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 _ADMISSIONS = ("add_sequence", "add_sequence_batch", "plan_batch", "reserve")
 _MOVES = ("prefetch", "offload", "import_blocks", "swap_out", "resume")
@@ -29,7 +32,18 @@ _replaced: list[tuple[type, str, Any]] = []
 
 @contextmanager
 def request(name: str) -> Iterator[None]:
-    """Calls inside, on this thread or task, are for the request of this id: the attribute ``kvpool.request``."""
+    """Attribute calls inside, on this thread or task, to a request.
+
+    Parameters
+    ----------
+    name : str
+        The id of the request: the attribute ``kvpool.request`` of the spans.
+
+    Yields
+    ------
+    None
+        The context has no value.
+    """
     token = _request.set(name)
     try:
         yield
@@ -37,15 +51,25 @@ def request(name: str) -> Iterator[None]:
         _request.reset(token)
 
 
-def trace(tracer: Any = None) -> None:
+def trace(tracer: Tracer | None = None) -> None:
     """Begin to trace all pools, storage managers and queues of stores of this process. A second call does nothing.
 
-    ``tracer``: an OpenTelemetry tracer; by default that of the global provider, for which the extra ``otel`` is needed:
-    ImportError. Spans have the names ``kvpool.add_sequence_batch``, ``kvpool.store.load`` and so on, and no tokens,
-    keys or salts. The span of a store's job begins when it is queued, and ends in ``StoreWorker.poll``.
+    Parameters
+    ----------
+    tracer : opentelemetry.trace.Tracer, optional
+        By default that of the global provider, for which the extra ``otel`` is needed.
 
-    While calls are traced, a signal handler that raises may do so in the tracer, behind a call that has happened: use
-    it where handlers do not raise. Not thread-safe: call it before pools are used.
+    Raises
+    ------
+    ImportError
+        Without a tracer and without OpenTelemetry.
+
+    Notes
+    -----
+    Not thread-safe: call it before pools are used. Spans have the names ``kvpool.add_sequence_batch``,
+    ``kvpool.store.load`` and so on, and no tokens, keys or salts. The span of a store request begins when it is queued,
+    and ends in ``StoreWorker.poll``. While calls are traced, a signal handler that raises may do so in the tracer,
+    after a call that has happened: use it where handlers do not raise.
     """
     if _replaced:
         return
@@ -63,7 +87,7 @@ def trace(tracer: Any = None) -> None:
 
 
 def untrace() -> None:
-    """Trace nothing any more. Spans of jobs that are under way do not end."""
+    """Trace nothing any more. Spans of store requests that are in flight do not end."""
     while _replaced:
         owner, name, before = _replaced.pop()
         delattr(owner, name)

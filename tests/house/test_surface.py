@@ -31,7 +31,7 @@ from numpydoc.docscrape import get_doc_object  # noqa: E402
 from numpydoc.validate import Validator, validate  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-DONE_ROOMS = ("common", "errors", "hostcache", "remote")
+DONE_ROOMS = ("common", "errors", "hostcache", "integrations", "remote")
 """Rooms whose public names all pass. At the end it is every room."""
 CODES = {
     *("GL03", "GL06", "GL07", "GL08", "SS02", "SS03", "SS05", "SS06", "YD01"),
@@ -233,7 +233,7 @@ def wrong_docstring(public: Public) -> list[str]:
     if inspect.isfunction(function):
         missing = raised_in(function) - docstring.names_in("Raises")
         findings += [f"Raises: expected {name}, which the function raises" for name in sorted(missing)]
-    if is_shared(public.thing) and "thread" not in " ".join(docstring.doc["Notes"]):
+    if is_shared(public.thing) and "thread" not in " ".join(docstring.doc["Notes"]).lower():
         findings.append("Notes: expected a sentence about threads")
     return findings
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from router import Router, Site
+from router import Router, Site, publisher_options
 
 from engine import Engine
 from kvpool.integrations.kv_events import KVEventPublisher
@@ -19,7 +19,7 @@ def publish(make: Callable[..., Engine]) -> Iterator[Callable[..., KVEventPublis
     opened: list[KVEventPublisher] = []
 
     def build(engine: Engine, *args: Any, **options: Any) -> KVEventPublisher:
-        opened.append(KVEventPublisher(engine.cache, *args, **{"interval_ms": 2} | options))
+        opened.append(KVEventPublisher(engine.cache, *args, **{"interval_seconds": 0.002} | publisher_options(options)))
         return opened[-1]
 
     yield build

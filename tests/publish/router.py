@@ -4,6 +4,7 @@ missed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import zmq
 
 from engine import Engine
 from kvpool import KVCacheManager
-from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
 from kvpool.state.records import PUBLISHED
 
 MEDIA = {"device": "GPU", "host": "CPU"}
@@ -29,6 +30,15 @@ def plain(payload: bytes) -> list[dict[str, Any]]:
     """The events of a payload as dictionaries."""
     _, events, _ = msgspec.msgpack.decode(payload)
     return list(events)
+
+
+def publisher_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a publisher: limits among them have an object of their own."""
+    limits = {field.name for field in fields(PublisherLimits)} & options.keys()
+    if not limits:
+        return options
+    others = {name: value for name, value in options.items() if name not in limits}
+    return {**others, "limits": PublisherLimits(**{name: options[name] for name in limits})}
 
 
 class Router:

@@ -95,7 +95,7 @@ def subscribed(port: int, prompt: range, again: Callable[[], object]) -> None:
 
 def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], index: Callable[..., int]) -> None:
     engine = make(T=16, P=12, S=8, event_capacity=256)
-    with KVEventPublisher(engine.cache, interval_ms=2) as publisher:
+    with KVEventPublisher(engine.cache, interval_seconds=0.002) as publisher:
         port = index(publisher, 16)
 
         def again() -> None:

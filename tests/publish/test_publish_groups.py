@@ -13,7 +13,7 @@ from router import MEDIA, Hash, Router
 import grouped
 from grouped import MIXES, churn, pool_of, seed
 from kvpool import KVCacheManager
-from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
 
 Route = Callable[..., Router]
 Places = dict[tuple[int | None, str], set[Hash]]
@@ -74,7 +74,7 @@ def there(router: GroupRouter) -> Places:
 def test_routers_rebuild_what_every_group_has_cached(mix: str, routers: Callable[..., GroupRouter]) -> None:
     with (
         pool_of(mix, event_capacity=512) as cache,
-        KVEventPublisher(cache, interval_ms=1, replay_messages=4) as publisher,
+        KVEventPublisher(cache, interval_seconds=0.001, limits=PublisherLimits(replay_messages=4)) as publisher,
     ):
         router = routers(publisher)
         for i, _ in enumerate(churn(cache, Random(1), 40)):
@@ -89,7 +89,7 @@ def test_routers_rebuild_what_every_group_has_cached(mix: str, routers: Callable
 def test_stored_blocks_say_what_kind_of_group_has_them(routers: Callable[..., GroupRouter]) -> None:
     with (
         pool_of("full window recurrent cross", event_capacity=64) as cache,
-        KVEventPublisher(cache, interval_ms=1) as publisher,
+        KVEventPublisher(cache, interval_seconds=0.001) as publisher,
     ):
         router = routers(publisher)
         seed(cache, range(9))
@@ -109,7 +109,9 @@ def test_stored_blocks_say_what_kind_of_group_has_them(routers: Callable[..., Gr
 def test_one_group_is_published_as_if_it_were_a_pool(group: int, routers: Callable[..., GroupRouter]) -> None:
     with (
         pool_of("full window recurrent", event_capacity=512) as cache,
-        KVEventPublisher(cache, group=group, interval_ms=1, replay_messages=2) as publisher,
+        KVEventPublisher(
+            cache, group=group, interval_seconds=0.001, limits=PublisherLimits(replay_messages=2)
+        ) as publisher,
     ):
         router = routers(publisher)
         for _ in churn(cache, Random(group), 30):
@@ -139,7 +141,7 @@ def test_groups_that_cannot_be_published_are_refused(
 
 
 def test_a_pool_of_one_group_names_none(routers: Callable[..., GroupRouter]) -> None:
-    with pool_of("window", event_capacity=64) as cache, KVEventPublisher(cache, interval_ms=1) as publisher:
+    with pool_of("window", event_capacity=64) as cache, KVEventPublisher(cache, interval_seconds=0.001) as publisher:
         router = routers(publisher)
         for start in range(0, 1000, 100):
             seed(cache, range(start, start + 9))

@@ -13,7 +13,7 @@ from router import Router, Site, cached
 
 from engine import Engine
 from kvpool import BlockLayout
-from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
 from kvpool.integrations.kv_events.replay_server import History, Place
 from kvpool.tools.replay import Replay, ReplayConfig, synthetic
 from kvpool.tools.replay.traces import Trace, read_trace
@@ -48,7 +48,9 @@ def follow_trace(
     with Replay(
         trace, ReplayConfig(layout, active=8, events=events, device="cpu", **sizes), progress=compare
     ) as replay:
-        with KVEventPublisher(replay.cache, interval_ms=1, replay_messages=3) as publisher:
+        with KVEventPublisher(
+            replay.cache, interval_seconds=0.001, limits=PublisherLimits(replay_messages=3)
+        ) as publisher:
             publishers.append(publisher)
             routers.append(route(publisher, lambda number: random.random() < misses))
             replay.run()

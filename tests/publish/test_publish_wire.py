@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from router import WAIT_MS, Router, Site, cached
+from router import WAIT_MS, Router, Site, cached, publisher_options
 
 from engine import Engine
 from kvpool import KVPoolError, PoolClosed
@@ -303,7 +303,7 @@ def test_a_replay_of_what_has_not_been_published_yet_is_empty(
 
 
 def test_a_client_that_has_gone_is_counted(site: Site) -> None:
-    _, publisher, route = site(replay_messages=4, interval_ms=200)
+    _, publisher, route = site(replay_messages=4, interval_seconds=0.2)
     router = route()
     router.replay(0)
     router.ask.send_multipart([b"", bytes(8)])
@@ -370,7 +370,7 @@ def test_a_publisher_connects_to_a_router_that_listens(make: Make, publish: Publ
         ({"allow_remote": "yes"}, TypeError),
         ({"block_hashes": "hex"}, ValueError),
         ({"data_parallel_rank": -1}, ValueError),
-        ({"interval_ms": 0}, ValueError),
+        ({"interval_seconds": 0}, ValueError),
         ({"replay_messages": 0}, ValueError),
         ({"replay_bytes": -1}, ValueError),
         ({"hwm": 0}, ValueError),
@@ -384,7 +384,7 @@ def test_a_publisher_connects_to_a_router_that_listens(make: Make, publish: Publ
 )
 def test_wrong_arguments_are_named(make: Make, options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(options))):
-        KVEventPublisher(make(event_capacity=4).cache, **options)
+        KVEventPublisher(make(event_capacity=4).cache, **publisher_options(options))
 
 
 @pytest.mark.parametrize("cache", [None, 3, "pool"])

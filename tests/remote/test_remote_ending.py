@@ -89,7 +89,7 @@ def refuses(call: Callable[[], object]) -> None:
 def test_a_server_a_publisher_and_a_client_refuse_a_child_and_serve_their_parent(make: Make) -> None:
     there, here = worker(make, event_capacity=64), worker(make)
     tokens = stored(there, 4)
-    publisher, server = KVEventPublisher(there.cache, interval_ms=2), BlockServer(there.cache)
+    publisher, server = KVEventPublisher(there.cache, interval_seconds=0.002), BlockServer(there.cache)
     client = BlockClient(server.endpoint, here.cache)
     assert client.fetch(tokens[:5]) == 1
     publisher.flush()
@@ -114,7 +114,7 @@ def test_a_server_a_publisher_and_a_client_refuse_a_child_and_serve_their_parent
 def test_a_child_can_end_as_programs_do(make: Make) -> None:
     """Objects that nobody uses any more are collected there, which must not wait for their threads."""
     there = worker(make, event_capacity=64)
-    publisher, server = KVEventPublisher(there.cache, interval_ms=2), BlockServer(there.cache)
+    publisher, server = KVEventPublisher(there.cache, interval_seconds=0.002), BlockServer(there.cache)
 
     def child() -> None:
         nonlocal publisher, server

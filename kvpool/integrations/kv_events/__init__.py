@@ -2,6 +2,7 @@
 
 try:
     from kvpool.integrations.kv_events.publisher import KVEventPublisher as KVEventPublisher
+    from kvpool.integrations.kv_events.publisher import PublisherLimits as PublisherLimits
     from kvpool.integrations.kv_events.publisher import PublisherStats as PublisherStats
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("msgspec", "zmq"):

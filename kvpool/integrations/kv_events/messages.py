@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,7 +19,8 @@ MEDIA = {"device": "GPU", "host": "CPU"}
 """The routers' names for the tiers of a pool, whatever memory these are. A store has its own name, in capitals."""
 BLOCKS_PER_MESSAGE = 4096
 """A message with this many blocks is full. A chain of blocks is never cut, so a message can have more."""
-HASHES = ("int", "bytes")
+HashFormat: TypeAlias = Literal["int", "bytes"]
+HASHES: tuple[HashFormat, ...] = ("int", "bytes")
 
 Hash = int | bytes
 Hashes = list[int] | list[bytes]

@@ -13,12 +13,12 @@ from typing import Any
 
 import zmq
 
-from kvpool.common.arguments import bool_argument, text_argument
+from kvpool.common.arguments import bool_argument, number_argument, text_argument
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.process import Closing, stays_here
 from kvpool.common.threads import Bell
 from kvpool.errors import PoolClosed
-from kvpool.integrations.kv_events.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
+from kvpool.integrations.kv_events.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, HashFormat, Spec
 from kvpool.integrations.kv_events.replay_server import History, ReplayServer
 from kvpool.pool.events import Events
 from kvpool.pool.manager import KVCacheManager
@@ -40,38 +40,90 @@ _ENDED = "the publisher has ended: it or the pool was closed, or an error that t
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PublisherLimits:
+    """The most that a publisher keeps, for replays and for slow readers.
+
+    Parameters
+    ----------
+    replay_messages, replay_bytes : int, default 10,000 and 64 MiB
+        The most that is kept for replays.
+    hwm : int, default 100,000
+        Messages that may wait for one subscriber. The subscriber misses further ones.
+    queue_bytes : int, default 256 MiB
+        Bytes that may wait for all subscribers. Beyond it, the slowest one is disconnected.
+    connections : int, default 64
+        Peers of each of the two sockets. More are refused.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value.
+    """
+
+    replay_messages: int = 10_000
+    replay_bytes: int = 64 << 20
+    hwm: int = 100_000
+    queue_bytes: int = 256 << 20
+    connections: int = 64
+
+    def __post_init__(self) -> None:
+        integer_argument("replay_messages", self.replay_messages, 1, 1 << 24)
+        integer_argument("replay_bytes", self.replay_bytes, 0, 1 << 50)
+        integer_argument("hwm", self.hwm, 1, 1 << 24)
+        integer_argument("queue_bytes", self.queue_bytes, 1, 1 << 50)
+        integer_argument("connections", self.connections, 1, 1 << 16)
+
+
 @dataclass
 class PublisherStats:
-    """What a publisher has done so far."""
+    """What a publisher has done so far.
+
+    Attributes
+    ----------
+    messages, stored_blocks, removed_blocks : int
+        Messages that were published, and the blocks in their events.
+    lost_blocks : int
+        Blocks whose events the publisher did not get, because the pool's buffer was full or another reader took them.
+    resyncs : int
+        How often all subscribers got AllBlocksCleared and then everything that is cached: once at the start, and after
+        every loss.
+    overflows : int
+        How often a subscriber's queue was full. The subscriber misses that message and all until it has read again, and
+        detects the gap in the numbers.
+    disconnected : int
+        Subscribers that were disconnected because they read too slowly and ``queue_bytes`` were waiting.
+    connections_refused : int
+        Connections that were ended at once, because their socket already had ``connections`` of them.
+    talkers : int
+        Subscribers that were disconnected because they had sent more than any subscriber has to say.
+    queued_bytes : int
+        Bytes that wait now, for the slowest subscriber and for clients of the replay socket.
+    replays, snapshots : int
+        Replays that were sent, and snapshots for replays that began before the oldest message that is kept.
+    replays_cut : int
+        Replays that ended early: the client has gone, or has sent another request meanwhile.
+    replays_displaced : int
+        Clients of the replay socket that had requested nothing for longest, and lost their place to another.
+    malformed : int
+        Malformed requests for a replay.
+    """
 
     messages: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
     lost_blocks: int = 0
-    """Blocks whose events the publisher did not get, because the pool's buffer was full or another reader took them."""
     resyncs: int = 0
-    """How often all subscribers got AllBlocksCleared and then everything that is cached: once at the start, and after
-    every loss."""
     overflows: int = 0
-    """How often a subscriber's queue was full. The subscriber misses that message and all until it has read again, and
-    sees the gap in the numbers."""
     disconnected: int = 0
-    """Subscribers that were disconnected because they read too slowly and ``queue_bytes`` were waiting."""
     connections_refused: int = 0
-    """Connections that were ended at once, because their socket already had ``connections`` of them."""
     talkers: int = 0
-    """Subscribers that were disconnected because they had sent more than any subscriber has to say."""
     queued_bytes: int = 0
-    """Bytes that wait now, for the slowest subscriber and for clients of the replay socket."""
     replays: int = 0
     snapshots: int = 0
-    """Snapshots made for replays that began before the oldest message that is kept."""
     replays_cut: int = 0
-    """Replays that ended early: the client has gone, or has asked again meanwhile."""
     replays_displaced: int = 0
-    """Clients of the replay socket that had asked for nothing for longest, and lost their place to another."""
     malformed: int = 0
-    """Requests for a replay that were malformed."""
 
 
 class _Sent:
@@ -95,9 +147,57 @@ class _Sent:
 class KVEventPublisher(Closing):
     """Publishes what a pool has cached, on both tiers, to routers that read the events of vLLM. A context manager.
 
+    Parameters
+    ----------
+    cache : KVCacheManager
+        The pool, with ``event_capacity``. The publisher reads its events, and nothing else should. Close the pool after
+        the publisher.
+    endpoint : str, default "tcp://127.0.0.1:*"
+        ``*`` takes any free port; ``ipc://PATH`` works too.
+    replay_endpoint : str or None, default "tcp://127.0.0.1:*"
+        The same for the replay socket. None serves no replays.
+    topic : str, default ""
+        Subscribers can filter by it.
+    bind : bool, default True
+        False connects to a subscriber that listens at ``endpoint``.
+    allow_remote : bool, default False
+        Let other machines read. There is no encryption and no password: every client that reaches the sockets can read
+        the token ids of every prompt.
+    data_parallel_rank : int, default 0
+        The rank of this worker.
+    group : int, optional
+        Publish only this group of layers, for routers that know no groups. By default all. With several groups,
+        messages have ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``.
+    storage : StorageManager, optional
+        The storage manager of this pool, if it has one. Then its events are published: blocks in its stores have the
+        name of the store, in capitals, as medium.
+    block_hashes : {"int", "bytes"}, default "int"
+        "int" sends the first 64 bits of a key, which every router accepts. "bytes" sends all 16 bytes, by which kvpool
+        finds blocks.
+    interval_seconds : float, default 0.01
+        How often the pool is asked for events.
+    limits : PublisherLimits, optional
+        The most that is kept.
+    replay_topic : bool, default True
+        False leaves the topic out of replays, ``["", number, payload]``, for readers of vLLM before 0.33.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value.
+    zmq.ZMQError
+        For an endpoint that is not available.
+    ForkedProcess
+        From all calls in a child of ``os.fork()``.
+
+    Notes
+    -----
+    Thread-safe. Does not change what is cached.
+
     A message is ``[topic, number, payload]``. The number counts messages, as 8 bytes big-endian. The payload is
     MessagePack, ``[time, [events], rank]``. Each event is a map with ``type`` BlockStored, BlockRemoved or
-    AllBlocksCleared. Its medium is "GPU" for the device tier and "CPU" for the host tier.
+    AllBlocksCleared. Its medium is "GPU" for the device tier and "CPU" for the host tier. Token ids below zero are sent
+    modulo 2**32, extra ids below zero modulo 2**64. Salts and adapter names are sent as they are.
 
     The first message begins with AllBlocksCleared and all that is cached already. So does the first message after a
     loss of events. When the publisher or the pool is closed, the last message is AllBlocksCleared. So no router keeps
@@ -110,34 +210,6 @@ class KVEventPublisher(Closing):
     A client has one replay: a new request replaces a replay that has not ended. A replay is as fast as its client
     reads, with one message and at most 1 MiB of the system on the way. A client that is too slow gets a snapshot in
     the middle.
-
-    Parameters
-    ----------
-    cache : the pool, with ``event_capacity``. The publisher reads its events, and nothing else should. Close the pool
-        after the publisher.
-    endpoint : ``tcp://127.0.0.1:*`` takes any free port; ``ipc://PATH`` works too.
-    replay_endpoint : the same for the replay socket; None: no replays.
-    topic : subscribers can filter by it.
-    bind : False connects to a subscriber that listens at ``endpoint``.
-    allow_remote : let other machines read. There is no encryption and no password: every client that reaches the
-        sockets can read the token ids of every prompt.
-    data_parallel_rank : the rank of this worker.
-    group : publish only this group of layers, for routers that know no groups. None: all. With several groups,
-        messages have ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``.
-    storage : the StorageManager of this pool, if it has one. Then its events are published: blocks in its stores have
-        the name of the store, in capitals, as medium.
-    block_hashes : "int" sends the first 64 bits of a key, which every router accepts. "bytes" sends all 16 bytes, by
-        which kvpool finds blocks.
-    interval_ms : how often the pool is asked for events.
-    replay_messages, replay_bytes : the most that is kept for replays.
-    hwm : the most messages that may wait for one subscriber. If more come, the subscriber misses them.
-    queue_bytes : the most bytes that may wait for all subscribers. If more come, the slowest one is disconnected.
-    connections : the most peers of each of the two sockets. Others are refused.
-    replay_topic : False leaves the topic out of replays, ``["", number, payload]``, for readers of vLLM before 0.33.
-
-    Token ids below zero are sent modulo 2**32, extra ids below zero modulo 2**64. Salts and adapter names are sent as
-    they are. Thread-safe. Raises ValueError, TypeError, and zmq.ZMQError for an endpoint that is not available.
-    All calls raise ForkedProcess in a child of ``os.fork()``. Does not change what is cached.
     """
 
     def __init__(
@@ -152,19 +224,18 @@ class KVEventPublisher(Closing):
         data_parallel_rank: int = 0,
         group: int | None = None,
         storage: StorageManager | None = None,
-        block_hashes: str = "int",
-        interval_ms: int = 10,
-        replay_messages: int = 10_000,
-        replay_bytes: int = 64 << 20,
-        hwm: int = 100_000,
-        queue_bytes: int = 256 << 20,
-        connections: int = 64,
+        block_hashes: HashFormat = "int",
+        interval_seconds: float = 0.01,
+        limits: PublisherLimits | None = None,
         replay_topic: bool = True,
     ) -> None:
         if not isinstance(cache, KVCacheManager):
             raise TypeError(f"cache: expected a KVCacheManager, got {cache!r:.80}")
         if storage is not None and (not isinstance(storage, StorageManager) or storage.pool is not cache):
             raise ValueError(f"storage: expected the StorageManager of this pool, or None, got {storage!r:.80}")
+        if limits is not None and not isinstance(limits, PublisherLimits):
+            raise TypeError(f"limits: expected PublisherLimits or None, got {limits!r:.80}")
+        most = limits or PublisherLimits()
         topic, hashes = text_argument("topic", topic), choice_argument("block_hashes", block_hashes, HASHES)
         needs = "" if bool_argument("allow_remote", allow_remote) else "allow_remote=True"
         endpoint_argument("endpoint", endpoint, needs)
@@ -173,12 +244,9 @@ class KVEventPublisher(Closing):
         bool_argument("bind", bind)
         topics = bool_argument("replay_topic", replay_topic)
         rank = integer_argument("data_parallel_rank", data_parallel_rank, 0, (1 << 31) - 1)
-        self._wait_s = min(integer_argument("interval_ms", interval_ms, 1, 60_000), POLL_MS) / 1e3
-        kept = integer_argument("replay_messages", replay_messages, 1, 1 << 24)
-        self._history = History(kept, integer_argument("replay_bytes", replay_bytes, 0, 1 << 50))
-        waiting = integer_argument("hwm", hwm, 1, 1 << 24)
-        self._queue_bytes = integer_argument("queue_bytes", queue_bytes, 1, 1 << 50)
-        peers = integer_argument("connections", connections, 1, 1 << 16)
+        self._wait_s = min(number_argument("interval_seconds", interval_seconds, 1e-3, 60.0), POLL_MS / 1e3)
+        self._history = History(most.replay_messages, most.replay_bytes)
+        self._queue_bytes, peers = most.queue_bytes, most.connections
         self._source, self._topic = storage or cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, hashes, rank, _specs(cache, group))
         self._stats = PublisherStats()
@@ -198,7 +266,7 @@ class KVEventPublisher(Closing):
         self.replay_endpoint = self._replays.endpoint
         self._context: zmq.Context[Any] = new_context()
         try:
-            self._publish_at(endpoint, bind, waiting, peers)
+            self._publish_at(endpoint, bind, most.hwm, peers)
             # This runs in the caller's thread, so that a pool that cannot be published is refused here.
             events = self._source.events(snapshot=True)
             self._expected = events.next
@@ -230,7 +298,13 @@ class KVEventPublisher(Closing):
     # -- for other threads -----------------------------------------------------------------------
 
     def stats(self) -> PublisherStats:
-        """A copy of the figures. Each is right, but they may be some microseconds apart."""
+        """Return a copy of the figures.
+
+        Returns
+        -------
+        PublisherStats
+            Each figure is right, but they may be some microseconds apart.
+        """
         replays, sent = self._replays, self._sent
         return replace(
             self._stats,
@@ -244,8 +318,13 @@ class KVEventPublisher(Closing):
         )
 
     def flush(self) -> None:
-        """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed
-        if the publisher has ended, or ends before that."""
+        """Wait until everything decided before this call is published: at most about ``interval_seconds``.
+
+        Raises
+        ------
+        PoolClosed
+            If the publisher has ended, or ends before that.
+        """
         with self._lock:
             self._asked += 1
             mine = self._asked
@@ -258,10 +337,15 @@ class KVEventPublisher(Closing):
         """Whether it was closed, or has ended because the pool was closed."""
         return self._ended
 
-    def close(self, linger_ms: int = 1000) -> None:
-        """Have subscribers drop everything, and end. They have ``linger_ms`` to read what waits for them. A second
-        call does nothing."""
-        self._linger_ms = integer_argument("linger_ms", linger_ms, 0, 1 << 30)
+    def close(self, timeout: float = 1.0) -> None:
+        """Have subscribers drop everything, and end. A second call does nothing.
+
+        Parameters
+        ----------
+        timeout : float, default 1.0
+            Seconds that subscribers have to read what waits for them.
+        """
+        self._linger_ms = round(1e3 * number_argument("timeout", timeout, 0.0, 1e6))
         self._stopping = True
         self._thread.join()
 
