@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def first(count: int, cases: Iterable[Any]) -> list[Any]:
+def some_of(count: int, cases: Iterable[Any]) -> list[Any]:
     """Parameters of a test: the first ``count`` cases, and in an exhaustive one the others."""
     cases = list(cases)
     rest = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.desk import DEVICES, VERBS, Act, Desk, Verb, alarm, clear, handled
 from tests.exact import Alarm, At
-from tests.seeds import first
+from tests.seeds import some_of
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there"),
@@ -159,7 +159,7 @@ def raise_at(places: Callable[[Desk, Verb], Iterable[int]], desk: Desk, name: st
     assert k > 10
 
 
-@pytest.mark.parametrize("step", first(1, [7, 1]))
+@pytest.mark.parametrize("step", some_of(1, [7, 1]))
 @pytest.mark.parametrize("name", ["add", "pin", "close_lease", "reserve", "release", "import_blocks"])
 def test_two_exceptions_shortly_after_each_other_leave_nothing_behind(name: str, step: int) -> None:
     """The second comes while what the first has left is being finished."""

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 import kvpool
+from kvpool.device import get_device
 from kvpool.device.sim import RaceError
+from tests.seeds import some_of
 
 
 @pytest.fixture
@@ -19,11 +21,11 @@ def example(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("groups_numpy")
 
 
-@pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("sim", 1)])
+@pytest.mark.parametrize(("device", "seed", "chats"), some_of(1, [("cpu", 0, 5), ("sim", 1, 16)]))
 def test_every_logit_is_that_of_the_model_without_a_cache(
-    example: ModuleType, device: str, seed: int, capsys: pytest.CaptureFixture[str]
+    example: ModuleType, device: str, seed: int, chats: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert example.main(["--chats", "16", "--seed", str(seed), "--device", device, "--check"]) == 0
+    assert example.main(["--chats", str(chats), "--seed", str(seed), "--device", device, "--check"]) == 0
     said = capsys.readouterr().out
     assert said.count("tokens compared") == 4
     for what in (
@@ -44,11 +46,22 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[kvpool.LayerGroup
     monkeypatch.setattr(kvpool, "KVCacheManager", wrong)
 
 
+def served(example: ModuleType, engine: str) -> int:
+    """The exit code of one engine of the example."""
+    groups, blocks = {
+        "PlainEngine": ("FULL WINDOWED RECURRENT", [26, 20, 16]),
+        "GuessingEngine": ("FULL WINDOWED", [26, 20]),
+        "TreesEngine": ("FULL WINDOWED", [30, 24]),
+    }[engine]
+    layers = tuple(getattr(example, name) for name in groups.split())
+    return int(example.serve(get_device("cpu"), getattr(example, engine), layers, blocks, chats=8, seed=0, check=False))
+
+
 def test_a_group_that_gives_back_what_is_still_seen_is_noticed(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed(monkeypatch, lambda group: replace(group, window=11) if group.window else group)
-    assert example.main(["--chats", "16"]) == 1
+    assert served(example, "GuessingEngine") == 1
     assert "the logits differ" in capsys.readouterr().out
 
 
@@ -62,17 +75,19 @@ def test_a_state_that_comes_back_to_the_wrong_prefix_is_noticed(
         return read, [(min(count + 1, end), block) for count, block in written]
 
     monkeypatch.setattr(example, "states_of", late)
-    assert example.main(["--chats", "16"]) == 1
+    assert served(example, "PlainEngine") == 1
     assert "the logits differ" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("unmoved_drafts")
 def test_drafts_that_do_not_move_are_noticed(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main(["--chats", "16"]) == 1
+    assert served(example, "TreesEngine") == 1
     assert "the logits differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rule", ["copy_writes_after_copies", "copy_writes_after_engine", "engine_reads_after_copies"])
+@pytest.mark.parametrize(
+    "rule", some_of(1, ["copy_writes_after_engine", "copy_writes_after_copies", "engine_reads_after_copies"])
+)
 def test_the_order_of_copies_is_needed_in_groups_too(
     example: ModuleType, rule: str, without: Callable[[str], None]
 ) -> None:

@@ -38,6 +38,7 @@ def test_every_logit_is_that_of_the_model_without_a_cache(
     assert all(counts[what] for what in HAPPENED), counts
 
 
+@pytest.mark.exhaustive
 def test_after_a_restart_prompts_come_from_the_disk(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

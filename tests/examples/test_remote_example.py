@@ -22,6 +22,7 @@ from .test_examples import EXAMPLES, run
 SECRET = bytes(range(32))
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_comes_from_another_process_while_it_evicts_blocks() -> None:
     printed = run("examples/remote_reader.py")
     counts = re.search(r"([\d,]+) blocks fetched in [\d,]+ calls; ([\d,]+) tokens reused, 0 values wrong", printed)

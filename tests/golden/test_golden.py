@@ -10,6 +10,7 @@ from kvpool.state.arrays import POLICIES
 from tests.golden import pools
 from tests.golden.cases import CASES, DRIVES, SEEDS, STORE_SEEDS, changed, pool_case, read
 from tests.house.test_interpreter import python
+from tests.seeds import some_of
 
 EVERYWHERE = {
     "offload",
@@ -109,11 +110,12 @@ SEEN = {
     "host policy adaptive": {"event removed", "follows lru", "follows reuse"},
 }
 """What happens beside pools, by the first words of the cases."""
+CASES_OF_POOLS = [*((kind, "cpu") for kind in pools.KINDS), *((kind, "sim") for kind in reversed(pools.KINDS))]
+"""Of all kinds on the CPU, and the mixed one on the sim device first."""
 INTERPRETED = ("window on cpu, seed 1", "mixed on sim, seed 0", "keys")
 
 
-@pytest.mark.parametrize("device", pools.DEVICES)
-@pytest.mark.parametrize("kind", pools.KINDS)
+@pytest.mark.parametrize(("kind", "device"), some_of(len(pools.KINDS) + 1, CASES_OF_POOLS))
 def test_a_pool_decides_what_it_did(kind: str, device: str) -> None:
     runs = {pool_case(kind, device, seed): pools.drive(kind, device, seed) for seed in SEEDS}
     seen = sum((run.seen for run in runs.values()), Counter[str]())

@@ -164,6 +164,7 @@ def test_code_for_other_features_of_a_processor_is_other_code(sample: Path) -> N
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.exhaustive
 def test_one_of_two_processes_compiles_while_the_other_waits(sample: Path) -> None:
     shutil.rmtree(cache_of(sample))
     command = [sys.executable, "-c", REPORT]
@@ -175,6 +176,7 @@ def test_one_of_two_processes_compiles_while_the_other_waits(sample: Path) -> No
     assert sum(sum(report["compiled"]) for report in reports) == sum(FIRST)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_stopped_while_it_compiles_holds_no_other_for_ever(sample: Path) -> None:
     shutil.rmtree(cache_of(sample))
     stop = """
@@ -197,6 +199,7 @@ compiler._translate = stop
     assert report_of(sample)["compiled"] == NOTHING, "it keeps what it has compiled without the lock"
 
 
+@pytest.mark.exhaustive
 def test_what_is_announced_is_what_is_missing(sample: Path) -> None:
     """Kept code of functions as they were counts nothing."""
 
@@ -220,6 +223,7 @@ with announcer.expecting(5, lambda: 1):
     assert announced() == 5
 
 
+@pytest.mark.exhaustive
 def test_damaged_code_is_compiled_anew(sample: Path) -> None:
     for path in cache_of(sample).glob("*.nbc"):
         content = bytearray(path.read_bytes())
@@ -230,6 +234,7 @@ def test_damaged_code_is_compiled_anew(sample: Path) -> None:
     assert report_of(sample)["compiled"] == NOTHING
 
 
+@pytest.mark.exhaustive
 def test_code_that_is_gone_when_it_is_looked_at_is_compiled_anew(sample: Path) -> None:
     for path in cache_of(sample).glob("*.nbc"):
         path.unlink()
@@ -237,6 +242,7 @@ def test_code_that_is_gone_when_it_is_looked_at_is_compiled_anew(sample: Path) -
     assert report_of(sample)["compiled"] == FIRST
 
 
+@pytest.mark.exhaustive
 def test_works_where_nothing_can_be_written_and_where_standard_error_is_closed(sample: Path) -> None:
     (sample / "plain").touch()
     nowhere = {name: str(sample / "plain" / "x") for name in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
@@ -361,6 +367,7 @@ def _read_all(terminal: Any) -> str:
     return output.decode()
 
 
+@pytest.mark.exhaustive
 def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_long_that_takes(tmp_path: Path) -> None:
     script = """
 from kvpool.tools.cli.terminal import announce_compilation

@@ -32,6 +32,7 @@ def defined_in(path: Path) -> frozenset[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_every_mutation_fits_its_function_and_names_tests_that_exist() -> None:
     package, wrong = Package(ROOT / "kvpool"), []
     for name, mutation in MUTATIONS.items():

@@ -119,6 +119,7 @@ def test_after_a_warm_up_nothing_is_compiled_or_loaded() -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
+@pytest.mark.exhaustive
 def test_what_is_baked_into_an_image_by_root_can_be_read_by_whom_it_runs_as(tmp_path: Path) -> None:
     script = """
 import sys
@@ -207,6 +208,7 @@ def test_helpers_share_the_functions_inside_of_one_call_too(tmp_path: Path) -> N
     assert compiled == len(kept) - len(ahead) < len(kept) / 2
 
 
+@pytest.mark.exhaustive
 def test_a_helper_that_fails_or_is_killed_is_named_and_its_work_is_left_to_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -74,6 +74,7 @@ FINDINGS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_shim_sanitizers_find_what_they_are_there_for() -> None:
     """Each launch in a child of its own, which a finding ends."""
     done = run_under("-c", PROBE.replace("CASES", str([*FINDINGS])))

@@ -14,7 +14,7 @@ from kvpool import OutOfBlocks
 from kvpool.errors import BlockNotFound
 from kvpool.state.policies.chains import AGENT
 from tests.race.lab import Lab
-from tests.seeds import first
+from tests.seeds import some_of
 
 T, P, S = 2, 6, 12
 SAID: list[dict[str, Any]] = [{}, {"stop": "tool_use"}, {"ends": True}, {"returns_in_ms": 5}]
@@ -122,7 +122,7 @@ class Crew:
 
 @pytest.mark.parametrize(
     ("seed", "progress", "policy"),
-    first(
+    some_of(
         2,
         [(1, 0.4, "lru"), (4, 0.4, "agent"), (0, 0.0, "lru"), (2, 1.0, "lru"), (3, 0.0, "reuse"), (5, 1.0, "adaptive")],
     ),

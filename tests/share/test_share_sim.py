@@ -17,7 +17,7 @@ from kvpool.errors import ReservationExpired
 from kvpool.pool import Reservation
 from tests.race.lab import OTHERS, SOME, Lab
 from tests.race.test_races import Scenario, X, Y, cached, run
-from tests.seeds import first
+from tests.seeds import some_of
 
 Make = Callable[..., Lab]
 
@@ -54,7 +54,7 @@ def serve(lab: Lab, first: int) -> None:
     lab.sim.run()
 
 
-@pytest.mark.parametrize(("seed", "progress"), first(len(SOME), SOME + OTHERS))
+@pytest.mark.parametrize(("seed", "progress"), some_of(len(SOME), SOME + OTHERS))
 def test_a_reservation_declares_what_another_process_writes_until_it_is_committed(
     make_lab: Make, seed: int, progress: float
 ) -> None:
@@ -109,7 +109,7 @@ def test_what_another_process_writes_after_the_end_is_found(
         lab.sim.check()
 
 
-@pytest.mark.parametrize(("seed", "progress"), first(len(SOME), SOME + OTHERS))
+@pytest.mark.parametrize(("seed", "progress"), some_of(len(SOME), SOME + OTHERS))
 def test_what_another_process_writes_after_its_deadline_reaches_nobody_before_the_abort(
     make_lab: Make, seed: int, progress: float
 ) -> None:

@@ -34,7 +34,7 @@ class Talks:
     """Conversations of blocks with one token through a pool, one request at a time. The clock counts seconds."""
 
     def __init__(self, blocks: int, policy: str = "agent", **options: Any) -> None:
-        self.clock, self.texts = Clock(), dict[str, list[int]]()
+        self.clock, self.texts, self._asked = Clock(), dict[str, list[int]](), 0
         self.cache = KVCacheManager(
             LAYOUT,
             device_blocks=blocks + 1,
@@ -63,12 +63,15 @@ class Talks:
         text += range(start := 1 + sum(map(len, self.texts.values())) + 1000 * len(self.texts), start + more)
         return self.ask(text, retention, **said)
 
-    def ask(self, text: list[int], retention: Any = None, check: bool = True, **said: Any) -> int:
+    def ask(self, text: list[int], retention: Any = None, **said: Any) -> int:
+        """The pool verifies itself after every sixteenth request; ``test_the_records_are_true`` has it do so after
+        each call."""
         admitted = self.cache.add_sequence_batch([[*text, 0]], retention=None if retention is None else [retention])
         self.cache.commit(admitted.ids, np.array([len(text)]))
         self.cache.rewind(admitted.ids, np.array([1]))
         self.cache.release(admitted.ids, **said)
-        if check:
+        self._asked += 1
+        if self._asked % 16 == 0:
             self.cache.verify()
         return int(admitted.cached_tokens[0])
 
@@ -86,6 +89,7 @@ def talks(*args: Any, **options: Any) -> Iterator[Talks]:
     opened = Talks(*args, **options)
     with opened.cache:
         yield opened
+        opened.cache.verify()
 
 
 def taught(opened: Talks, rounds: int = 30) -> None:
@@ -331,9 +335,9 @@ def test_beside_a_flood_adaptive_still_sees_what_others_than_lru_would_hit() -> 
     with talks(1_500, "adaptive") as opened:
         for i in range(20 * 15):
             for _ in range(4):
-                opened.ask(list(range(first := next(fresh), first + 10)), check=False)
+                opened.ask(list(range(first := next(fresh), first + 10)))
             name = f"talk {i % 15 if i % 15 < 10 else 10 + i // 15 * 5 % 50 + i % 5}"
-            hits += opened.turn(name, 200 if name not in opened.texts else 0, at=i, check=i % 15 == 0)
+            hits += opened.turn(name, 200 if name not in opened.texts else 0, at=i)
         # LRU would have hit nothing.
         assert opened.policy.scores[1, AGENT] > 0.4 * hits > 0
 
@@ -423,6 +427,7 @@ def test_the_records_are_true_after_every_call(kind: str, policy: str) -> None:
     assert driven(kind, policy, seed) == driven(kind, policy, seed), "the same calls, the same decisions"
 
 
+@pytest.mark.exhaustive
 def test_the_interpreter_decides_as_machine_code_does() -> None:
     code = "from tests.state.test_chains import driven; print(driven('cross', 'adaptive', 3))"
     plain = subprocess.run(

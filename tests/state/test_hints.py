@@ -15,6 +15,7 @@ from kvpool import BlockLayout, KVCacheManager
 from kvpool.pool import HintAnswer
 from tests.engine import Clock
 from tests.golden.pools import SECRET
+from tests.seeds import some_of
 
 BLOCKS = 64
 LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=4, dtype="uint8", planes=1)
@@ -242,7 +243,7 @@ def closed_loop(policy: str, seed: int, hinted: bool) -> float:
     return 100 * hits / asked
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some_of(1, range(3)))
 def test_random_hints_cost_at_most_a_point_of_hits(seed: int) -> None:
     """As a share of blocks, the namespace's budget is six of a hundred."""
     plain = closed_loop("lru", seed, False)

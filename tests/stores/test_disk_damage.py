@@ -22,6 +22,7 @@ from kvpool.storage.backends.disk.folder import Folder
 from kvpool.storage.backends.disk.slot_index import PAGE_BYTES
 from kvpool.storage.store import Space
 from tests.children import in_child
+from tests.seeds import some_of
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import (
     BLOCK_BYTES,
@@ -93,7 +94,7 @@ def test_missing_files(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some_of(3, range(8)))
 def test_random_bytes_in_files(folder: Path, name: str, seed: int) -> None:
     print("seed", seed)
     chance = random.Random(f"{name} {seed}")

@@ -11,6 +11,7 @@ import pytest
 from kvpool import HostCache, KVCacheManager
 from kvpool.storage import MemoryStore, Prefetch, StorageManager
 from kvpool.storage.store import Store
+from tests.seeds import some_of
 from tests.stores.host_lab import ABSENT, HERE, Engine, engines
 from tests.stores.lab import Wrong, names
 from tests.stores.pool_lab import IDENTITY, fetch, grouped, make_engine, make_manager, seed, store, tokens, write_all
@@ -228,7 +229,7 @@ class Accounts:
         self.users = {key: left for key, users in self.users.items() if (left := users - {request})}
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", some_of(3, range(8)))
 @pytest.mark.parametrize("blocks", [16, 18, 128])
 def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, number: int) -> None:
     """Keys 0 to 31 are of one group of layers, keys 32 to 63 of another; a request asks for both. What the engine

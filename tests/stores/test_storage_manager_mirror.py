@@ -13,6 +13,7 @@ from kvpool.pool.events import Events
 from kvpool.storage import MemoryStore, StorageManager
 from kvpool.storage.pool_adapter import Content
 from tests.engine import Engine, EventReplay, Request
+from tests.seeds import some_of
 from tests.stores.pool_lab import (
     IDENTITY,
     T,
@@ -326,7 +327,7 @@ class Lab:
 
 
 @pytest.mark.parametrize("capacity", [20, 4096])
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", some_of(2, range(6)))
 def test_every_mirror_is_what_match_prefix_says(number: int, capacity: int) -> None:
     lab = Lab(number, capacity)
     try:
