@@ -150,7 +150,7 @@ class TorchCopies(Arm):
 
         self.torch, self.on = torch, torch.cuda.ExternalStream(self.stream.ptr)
         # [blocks, layers, K and V, tokens, kv_heads, head_dim]
-        self.rows = torch.from_dlpack(cache.device_pool).movedim(2, 0)
+        self.rows = torch.from_dlpack(cache.memory.device_pool).movedim(2, 0)
         self.kept: dict[int, Any] = {}
         self.counts: dict[int, int] = {}
 
@@ -262,7 +262,7 @@ def verify_copies(model: Model, path: str, tokens: int) -> tuple[int, int]:
         engine.step()
         sequence = cache.add_sequence(prompt, stream=engine.stream)
         with engine.stream:
-            rows = cupy.moveaxis(cache.device_pool, 2, 0)
+            rows = cupy.moveaxis(cache.memory.device_pool, 2, 0)
             places = cupy.asarray(cache.block_table(sequence, stream=engine.stream).dense()[0][:count])
             pattern = (cupy.arange(count * rows[0].size, dtype=np.uint32) * np.uint32(2654435761)) >> 9
             pattern = pattern.astype(np.uint8 if rows.itemsize == 1 else f"u{rows.itemsize}")

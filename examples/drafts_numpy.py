@@ -128,7 +128,7 @@ class TreeModel(PagedModel):
 
     def run(self, batch: Batch) -> Floats:
         assert isinstance(batch, TreeBatch)
-        pool, trees = self.cache.device_pool, batch.trees
+        pool, trees = self.cache.memory.device_pool, batch.trees
         blocks, tokens = np.divmod(batch.slots, LAYOUT.tokens_per_block)
 
         def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:

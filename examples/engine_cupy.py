@@ -51,7 +51,7 @@ class CupyModel:
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocabulary]."""
         # [layers, K and V, blocks, tokens, kv_heads, head_dim]
-        pool, size = self.cache.device_pool, LAYOUT.tokens_per_block
+        pool, size = self.cache.memory.device_pool, LAYOUT.tokens_per_block
         # Staged: the table is written when the stream gets there, as it is now, whatever becomes of the sequences
         # meanwhile.
         self.cache.tables.copy_batch_block_offsets(self.table, batch.sequences, stream=self.stream)

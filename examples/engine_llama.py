@@ -321,7 +321,7 @@ class Engine:
         self.cache.tables.copy_step_tables(step, sequence, first, end - first, stream=self.stream)
         with self.stream:
             ids = self.cupy.asarray(np.resize(tokens[first:end], self.shape.chunk))
-            hidden = self.model.forward(ids, self.cache.device_pool, step, begin - first, wait)
+            hidden = self.model.forward(ids, self.cache.memory.device_pool, step, begin - first, wait)
         return hidden[: end - first], end
 
     def capture(self) -> None:
@@ -332,7 +332,7 @@ class Engine:
         self.memory = self.cupy.cuda.MemoryPool()
 
         def decode() -> tuple[Any, Any]:
-            hidden = self.model.forward(self.ids, self.cache.device_pool, self.step_tables)
+            hidden = self.model.forward(self.ids, self.cache.memory.device_pool, self.step_tables)
             logits = self.model.multiply(hidden, self.model.head)
             return logits, logits.argmax(axis=1)
 

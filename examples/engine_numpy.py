@@ -164,7 +164,7 @@ class PagedModel:
 
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocabulary]."""
-        pool = self.cache.device_pool  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
+        pool = self.cache.memory.device_pool  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
         blocks, tokens = np.divmod(batch.slots, LAYOUT.tokens_per_block)
 
         def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:

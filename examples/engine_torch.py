@@ -11,7 +11,7 @@ except ImportError as error:
 layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4, dtype="float32")
 with kvpool.KVCacheManager(layout, device_blocks=16, host_blocks=16) as cache:
     # [layers, K and V, blocks, tokens, kv_heads, head_dim]
-    pool = torch.from_dlpack(cache.device_pool)
+    pool = torch.from_dlpack(cache.memory.device_pool)
     tokens = list(range(10))
     seq = cache.add_sequence(tokens)
     slots = torch.arange(cache.cached_tokens(seq), len(tokens))  # what is not cached yet

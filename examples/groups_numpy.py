@@ -170,7 +170,7 @@ class GroupsModel:
             place, out = self.places[layer], np.empty_like(q)
             group, table = self.groups[place.group], groups_batch.tables[place.group]
             # [K and V, blocks, tokens, kv_heads, head_dim]
-            pool = self.cache.device_pools[place.group][place.part][place.layer]
+            pool = self.cache.memory.device_pools[place.group][place.part][place.layer]
             for row, (mine, tree) in enumerate(zip(rows, trees, strict=True)):
                 if group.kind == "recurrent":
                     out[mine] = paged_recur(pool, table[row], *groups_batch.span(row), q[mine], k[mine], v[mine])

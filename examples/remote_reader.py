@@ -54,7 +54,7 @@ def compute(cache: kvpool.KVCacheManager, tokens: list[int]) -> tuple[int, int]:
     sequence = cache.add_sequence(tokens)
     cached = cache.cached_tokens(sequence)
     blocks, places = slots_of(cache, sequence, len(tokens))
-    kv, pool = kv_of(tokens), cache.device_pool  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
+    kv, pool = kv_of(tokens), cache.memory.device_pool  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
     wrong = np.count_nonzero(pool[:, :, blocks[:cached], places[:cached]] != kv[:, :, :cached])
     pool[:, :, blocks[cached:], places[cached:]] = kv[:, :, cached:]
     cache.commit(sequence)

@@ -64,7 +64,7 @@ class WindowedModel:
 
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocabulary]."""
-        pool = self.cache.device_pool  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
+        pool = self.cache.memory.device_pool  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
         size = LAYOUT.tokens_per_block
         blocks, tokens = np.divmod(batch.slots, size)
 

@@ -117,7 +117,7 @@ class Desk:
     def bytes_are_right(self, where: str) -> None:
         self.cache.prefetch(self.known)
         self.cache.offload(self.known)
-        for tier, pool in ("host", self.cache.host_pool), ("device", self.cache.device_pool):
+        for tier, pool in ("host", self.cache.memory.host_pool), ("device", self.cache.memory.device_pool):
             with self.cache.pin(self.known.keys, tier=tier) as lease:
                 for i, block in enumerate(lease.blocks.tolist()):
                     block_bytes = pool[block - P] if tier == "host" else pool[:, :, block]
@@ -204,14 +204,14 @@ def reading(desk: Desk) -> Act:
 
 def export(desk: Desk) -> Act:
     def act() -> None:
-        np.from_dlpack(desk.cache.export("host"))
+        np.from_dlpack(desk.cache.memory.export("host"))
 
     return act
 
 
 def gather(desk: Desk) -> Act:
     slots, out = np.arange(2 * T), np.zeros((2, 2, 2 * T, 2, 3), np.uint16)
-    paged = PagedKV.of_pool(desk.cache.layout, desk.cache.device_pool)
+    paged = PagedKV.of_pool(desk.cache.layout, desk.cache.memory.device_pool)
     if desk.sim is not None:
         desk.sim.synchronize()
 

@@ -121,11 +121,11 @@ class Engine:
         """Writable bytes of a block of either tier, uint8[layers, planes, T, kv_heads, head bytes]."""
         cache, layout = self.cache, self.cache.layout
         if block_id >= cache.device_blocks:
-            view = cache.host_pool[block_id - cache.device_blocks]
+            view = cache.memory.host_pool[block_id - cache.device_blocks]
         elif layout.order == "layer_first":
-            view = cache.device_pool[:, :, block_id]
+            view = cache.memory.device_pool[:, :, block_id]
         else:
-            view = cache.device_pool[block_id]
+            view = cache.memory.device_pool[block_id]
         if layout.tokens == "HND":
             view = view.swapaxes(2, 3)
         return view.view(np.uint8)

@@ -108,9 +108,9 @@ class GroupsEngine(Engine):
         side = self.sides[group]
         layout = side.layouts[part]
         if block_id >= side.device_blocks:
-            view = self.cache.host_pools[group][part][block_id - side.device_blocks]
+            view = self.cache.memory.host_pools[group][part][block_id - side.device_blocks]
         else:
-            pool = self.cache.device_pools[group][part]
+            pool = self.cache.memory.device_pools[group][part]
             view = pool[:, :, block_id] if layout.order == "layer_first" else pool[block_id]
         if layout.tokens == "HND":
             view = view.swapaxes(2, 3)

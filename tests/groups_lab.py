@@ -59,9 +59,9 @@ class GroupEngine:
         group, cache = self.cache.groups[g], self.cache
         layout = group.layouts[part]
         if b >= group.device_blocks:
-            view = cache.host_pools[g][part][b - group.device_blocks]
+            view = cache.memory.host_pools[g][part][b - group.device_blocks]
         else:
-            pool = cache.device_pools[g][part]
+            pool = cache.memory.device_pools[g][part]
             view = pool[:, :, b] if layout.order == "layer_first" else pool[b]
         return (view.swapaxes(2, 3) if layout.tokens == "HND" else view).view(np.uint8)
 

@@ -21,7 +21,7 @@ def kv(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
 
 def load(engine: Engine, reservation: Reservation | LoadTarget, tokens: Sequence[int], *, whole: bool = False) -> None:
     """Bring the KV of a prompt, by the slot mapping alone (``whole``) or by the skip as well."""
-    paged = PagedKV.of_pool(engine.cache.layout, engine.cache.device_pool)
+    paged = PagedKV.of_pool(engine.cache.layout, engine.cache.memory.device_pool)
     skip = 0 if whole else reservation.skip_prefix_n_tokens
     scatter_kv(paged, reservation.slot_mapping, kv(engine, tokens), skip_prefix_n_tokens=skip)
 
@@ -33,5 +33,5 @@ def picture(engine: Engine) -> tuple[Any, ...]:
         cache.reservations,
         cache.leases,
         cache.core.transfer._decided,
-        cache.device_pool.tobytes(),
+        cache.memory.device_pool.tobytes(),
     )

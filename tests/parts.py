@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool import KVCacheManager
-from kvpool.pool.block_tables import BlockTables
+from kvpool.pool import BlockTables, PoolMemory
 
-PARTS: dict[str, type] = {"tables": BlockTables}
+PARTS: dict[str, type] = {"memory": PoolMemory, "tables": BlockTables}
 """The class of each part, by the attribute of the manager."""
 
 

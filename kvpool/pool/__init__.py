@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvpool.pool.hints import HintAnswer as HintAnswer
     from kvpool.pool.keys import MissingBlocks as MissingBlocks
     from kvpool.pool.keys import Plan as Plan
+    from kvpool.pool.pool_memory import PoolMemory as PoolMemory
     from kvpool.pool.prompts import LayerLoads as LayerLoads
     from kvpool.pool.reservations import LoadTarget as LoadTarget
     from kvpool.pool.reservations import Reservation as Reservation
@@ -36,6 +37,7 @@ _NAMES = {
     "kvpool.pool.explain": "Explanation Missed",
     "kvpool.pool.hints": "HintAnswer",
     "kvpool.pool.keys": "MissingBlocks Plan",
+    "kvpool.pool.pool_memory": "PoolMemory",
     "kvpool.pool.prompts": "LayerLoads",
     "kvpool.pool.reservations": "LoadTarget Reservation",
     "kvpool.pool.shutdown": "CloseReport",

@@ -20,13 +20,13 @@ from kvpool.common.arguments import (
     text_argument,
     ttl_argument,
 )
-from kvpool.common.arrays import Array, Int64s
-from kvpool.common.arrays.layout import BlockLayout, Tier, integer_argument
+from kvpool.common.arrays import Int64s
+from kvpool.common.arrays.layout import BlockLayout, integer_argument
 from kvpool.common.process import Closing
 from kvpool.device import get_device
-from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
-from kvpool.device.memory.attachments import SharedTier, Sharing
-from kvpool.device.memory.export import Export, Lending, Loan, TierPlace
+from kvpool.device.base import Device, StreamLike
+from kvpool.device.memory.attachments import Sharing
+from kvpool.device.memory.export import Loan
 from kvpool.errors import BlockNotFound, IntegrityError, PoolBusy
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
@@ -37,6 +37,7 @@ from kvpool.pool.exclusive import Exclusive, allowed_inside
 from kvpool.pool.keys import BlockKeys, Key, Keys, Prompt, key_row, key_rows, tier_number
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.live_sequences import LiveSequences
+from kvpool.pool.pool_memory import PoolMemory
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Imports, LoadTarget, Reservation, Reservations, block_buffer
 from kvpool.pool.shutdown import CloseReport, Shutdown
@@ -99,6 +100,7 @@ class KVCacheManager(LiveSequences, Closing):
 
     Attributes
     ----------
+    memory : the arrays of both tiers, and their exports to other packages and processes: see ``PoolMemory``.
     tables : tables of live sequences for kernels, and their uploads: see ``BlockTables``.
 
     All methods are thread-safe. A call that raises has changed nothing.
@@ -186,8 +188,9 @@ class KVCacheManager(LiveSequences, Closing):
         self.tables = BlockTables(core, self._staging)
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
-        self._sharing = Sharing(pool_device, self._pools)
-        frees = [self._sharing.close, self._staging.close, self._imports.close, *([pool_device.close] if owned else [])]
+        sharing = Sharing(pool_device, self._pools)
+        self.memory = PoolMemory(core, self._pools, sharing, self._loans)
+        frees = [sharing.close, self._staging.close, self._imports.close, *([pool_device.close] if owned else [])]
         self._shutdown = Shutdown(core, self._leases, self._reservations, self._loans, frees)
         self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
@@ -350,7 +353,7 @@ class KVCacheManager(LiveSequences, Closing):
         owner = text_argument("owner", owner)
         return self._leases.revoke(owner) + self._reservations.revoke(owner)
 
-    # -- the memory of the pool ------------------------------------------------------------------
+    # -- the layers of the pool ------------------------------------------------------------------
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -361,71 +364,6 @@ class KVCacheManager(LiveSequences, Closing):
     def layout(self) -> BlockLayout:
         """The layout of a pool with one group of one layout. ValueError for other pools, which have ``groups``."""
         return self._pools.layout
-
-    @property
-    def device_pools(self) -> tuple[tuple[DeviceArray, ...], ...]:
-        """The device tier of each group, and of each of its layouts: see ``device_pool``."""
-        return self._pools.device_pools
-
-    @property
-    def host_pools(self) -> tuple[tuple[Array, ...], ...]:
-        """The host tier of each group, and of each of its layouts: see ``host_pool``."""
-        return self._pools.host_pools
-
-    @property
-    def device_pool(self) -> DeviceArray:
-        """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype: a NumPy array in main
-        memory, else an array of the device's own kind, with DLPack and ``__cuda_array_interface__``."""
-        return self._pools.device_pool
-
-    @property
-    def host_pool(self) -> Array:
-        """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
-        return self._pools.host_pool
-
-    def export(
-        self,
-        tier: Tier = "device",
-        *,
-        writable: bool = True,
-        raw: bool = False,
-        group: int | None = None,
-        part: int = 0,
-    ) -> Export:
-        """A tier ("device" or "host") for arrays of other packages, in place: see ``Export``. Shaped like
-        ``device_pool`` or ``host_pool``.
-
-        ``writable=False`` marks it as read-only. ``raw=True`` exports types that NumPy has no name for (bfloat16,
-        float8) as unsigned integers, for packages that have no name for them either. ``group`` is the index of a group
-        of layers, required where there are several; ``part`` is the index of one of its layouts. The export is then of
-        ``device_pools[group][part]`` or ``host_pools[group][part]``. Thread-safe; does not change the pool. Raises
-        TypeError, ValueError, PoolClosed.
-        """
-        tier = tier_argument(tier)
-        g = self.core.config.group(group)
-        place = TierPlace(tier, g, integer_argument("part", part, 0, len(self.core.config.groups[g].layouts) - 1))
-        self.core.check_open()
-        # Made here, since the pool may not refer to anything that refers to it: its memory is freed with the last
-        # reference to it.
-        core = self.core
-        lending = Lending(core.device, self._pools, self._loans, lambda: core.lock, core.check_open, core.follow)
-        return Export.of_place(lending, place, bool_argument("writable", writable), bool_argument("raw", raw))
-
-    def share(self, tier: Tier = "device") -> SharedTier:
-        """A description by which another process on this machine can attach a tier ("device" or "host"): see
-        ``kvpool.attach``.
-
-        Both tiers of a pool with ``shared=True`` can be shared, and on a GPU the device tier of any pool. Memory of the
-        caller cannot. The description can be pickled. It lets processes of the same user read and write all KV of the
-        tier, and cannot be taken back: give it only to processes that you trust. A loader in the other process fills
-        the blocks of a ``reserve`` without a stream. A reader there reads the blocks of a ``pin`` without a stream.
-
-        Close a pool on a GPU after its attachments; elsewhere the order does not matter. Thread-safe; does not change
-        the pool. Raises ValueError for memory that cannot be shared, TypeError, DeviceError, MemoryError, PoolClosed.
-        """
-        tier = tier_argument(tier)
-        self.core.check_open()
-        return self._sharing.describe(tier)
 
     # -- the pool as a whole ---------------------------------------------------------------------
 
@@ -561,16 +499,6 @@ class KVCacheManager(LiveSequences, Closing):
         RuntimeError inside another call or another block of this pool.
         """
         return Exclusive(self.core, self._leases.settle)
-
-    def calibrate(self) -> Any:
-        """Measure which way of copying is the fastest on this device, and use it from now on.
-
-        The result is kept on disk for other processes. Returns what was measured, or None for devices that have
-        nothing to choose. Takes seconds. The pool's blocks are not touched, and other calls can run meanwhile. Raises
-        DeviceError, MemoryError, PoolClosed.
-        """
-        self.core.check_open()
-        return self.core.device.calibrate()
 
     def close(self, force: bool = False) -> CloseReport:
         """Free all memory; returns what was still held. Later calls raise PoolClosed, except ``stats`` and ``close``.

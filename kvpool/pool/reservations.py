@@ -100,9 +100,9 @@ class LoadTarget:
         """Where each token is to be written in a group of layers: int64[tokens], a new array each time.
 
         A slot is block * tokens_per_block + place in the block, or -1 where nothing is to be written. ``scatter_kv``
-        takes the slots, with ``PagedKV.of_pool(layout, cache.device_pools[group][part])``. For cross attention it is
-        int64[encoder_tokens], none left out. In a recurrent group the slot of a token is the block of the state after
-        it, and -1 where no state is kept.
+        takes the slots, with ``PagedKV.of_pool(layout, cache.memory.device_pools[group][part])``. For cross attention
+        it is int64[encoder_tokens], none left out. In a recurrent group the slot of a token is the block of the state
+        after it, and -1 where no state is kept.
 
         With a sliding window, all tokens that the pool lacks have a slot, since what is committed is published. The
         commit then gives back blocks that no later token sees. ``group`` is required where there are several. Raises

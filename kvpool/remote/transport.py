@@ -65,7 +65,7 @@ def host_bytes(cache: KVCacheManager) -> Host:
             for pool, layout in zip(pools, group.layouts, strict=True)
             if group.kind != "cross"
         ]
-        for group, pools in zip(cache.groups, cache.host_pools, strict=True)
+        for group, pools in zip(cache.groups, cache.memory.host_pools, strict=True)
     ]
 
 

@@ -152,7 +152,8 @@ class PoolAdapter:
         self.saved_bytes = self.loaded_blocks = self.loaded_bytes = 0
         # Views keep this memory alive, even if the pool is closed meanwhile.
         self._parts = [
-            [rows.reshape(len(rows), -1).view(np.uint8) for rows in parts if len(rows)] for parts in pool.host_pools
+            [rows.reshape(len(rows), -1).view(np.uint8) for rows in parts if len(rows)]
+            for parts in pool.memory.host_pools
         ]
         # Blocks of another layout, or of layers that see other tokens, have other names.
         self._kinds = [

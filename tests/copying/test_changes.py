@@ -200,7 +200,7 @@ def test_a_pool_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_c
         lambda: cache.match_prefix([1]),
         lambda: cache.block_table([desk.sequence]),
         lambda: cache.prefetch(desk.known),
-        lambda: cache.export("host"),
+        lambda: cache.memory.export("host"),
         desk.lease.close,
         desk.reservation.abort,
         cache.events,

@@ -214,8 +214,8 @@ class Library:
             for i in range(8)
         ]
         self.cache = pool(48, 40, max_sequences=64)
-        self.device = self.cache.device_pool.reshape(-1, 8)
-        self.host = self.cache.host_pool.reshape(-1, T, 8)
+        self.device = self.cache.memory.device_pool.reshape(-1, 8)
+        self.host = self.cache.memory.host_pool.reshape(-1, T, 8)
         self.keys = [
             (key, i, story) for story in self.stories for i, key in enumerate(self.cache.block_keys(story.tokens).keys)
         ]

@@ -82,9 +82,9 @@ def test_the_errors_that_do_not_go_away_are_those_that_the_runtime_documents() -
 
 def test_a_device_with_nothing_to_choose_has_no_calibration() -> None:
     with KVCacheManager(BlockLayout(2, 2, 16, 4), device_blocks=2, device="cpu") as cache:
-        assert cache.calibrate() is None
+        assert cache.memory.calibrate() is None
     with pytest.raises(PoolClosed):
-        cache.calibrate()
+        cache.memory.calibrate()
 
 
 def test_commands_without_a_gpu_say_what_is_missing(

@@ -114,7 +114,7 @@ def test_a_pool_waits_for_the_streams_that_it_knows_before_it_closes(driver: Dri
     streams = [Stream(driver.stream()) for _ in range(3)]
     for stream in streams:
         serve(cache, stream, rounds=1)
-        driver.cuMemsetD8Async(cache.device_pool.data.ptr, 3, 64, stream.handle)
+        driver.cuMemsetD8Async(cache.memory.device_pool.data.ptr, 3, 64, stream.handle)
     cache.close()
     assert [driver.library.emu_pending(ctypes.c_void_p(stream.handle)) for stream in streams] == [0, 0, 0]
 
@@ -406,7 +406,7 @@ def test_memory_for_other_processes_shares_its_pages_with_nobody(driver: Driver)
     """A handle opens whole pieces of 2 MiB, which the driver may give to several small allocations."""
     with KVCacheManager(LAYOUT, device_blocks=6, device="cuda") as cache:
         base, nbytes = ctypes.c_size_t(), ctypes.c_size_t()
-        driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), cache.device_pool.data.ptr)
+        driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), cache.memory.device_pool.data.ptr)
         assert nbytes.value % (2 << 20) == 0
         whole = (ctypes.c_uint8 * nbytes.value)()
         driver.cuMemcpyDtoH_v2(whole, base.value, nbytes.value)
@@ -426,7 +426,7 @@ def test_memory_of_the_caller_is_used_once_what_was_enqueued_on_it_is_done(drive
 def test_a_forked_child_gets_no_copy_of_pinned_pages(driver: Driver) -> None:
     """A page that both processes have is copied at the next write, and the driver would keep the other copy."""
     with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=40, device="cuda") as cache:
-        address, flags, inside = cache.host_pool.ctypes.data, "", False
+        address, flags, inside = cache.memory.host_pool.ctypes.data, "", False
         with open("/proc/self/smaps", encoding="ascii") as smaps:
             for line in smaps:
                 first, dash, rest = line.split()[0].partition("-")

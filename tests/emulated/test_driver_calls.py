@@ -68,7 +68,7 @@ def test_tokens_are_copied_by_the_gpu_whose_memory_it_is(driver: Driver) -> None
         memory = device.allocate(LAYOUT.planes * LAYOUT.layers * 2 * 32 * 2, "device")
         staging = memory.view(np.float16).reshape(LAYOUT.planes, LAYOUT.layers, 2, 32)
         before = driver.launches(0), driver.launches(1)
-        paged = PagedKV.of_pool(LAYOUT, cache.device_pool)
+        paged = PagedKV.of_pool(LAYOUT, cache.memory.device_pool)
         gather_kv(paged, np.array([3, 1]), staging)
         scatter_kv(paged, np.array([3, 1]), staging)
         device.synchronize()
@@ -213,7 +213,7 @@ def test_addresses_are_asked_for_by_nobody_who_knows_them(driver: Driver) -> Non
 
     with KVCacheManager(LAYOUT, device_blocks=4, host_blocks=4, device="cuda") as cache:
         staging = cupy.zeros((LAYOUT.planes, LAYOUT.layers, 2, 32), np.float16)
-        table, paged = cupy.zeros((1, 4), np.int32), PagedKV.of_pool(LAYOUT, cache.device_pool)
+        table, paged = cupy.zeros((1, 4), np.int32), PagedKV.of_pool(LAYOUT, cache.memory.device_pool)
         sequence = cache.add_sequence([1, 2, 3])
         for repeated in (False, True):
             before = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")

@@ -114,7 +114,7 @@ class EmulatedLab(Lab):
         self.a, self.b = self.sim.create_stream("a"), self.sim.create_stream("b")
         self._stream, self._streams, self.wrong = self.a, {}, []
         self.prompts: list[list[int]] = []
-        pool = cache.device_pool
+        pool = cache.memory.device_pool
         span = (ctypes.c_uint8 * pool.nbytes).from_address(pool.data.ptr)
         self._device_pool = np.ndarray(pool.shape, pool.dtype, span, strides=pool.strides)
         if guard is not None:
@@ -122,7 +122,7 @@ class EmulatedLab(Lab):
 
     def block(self, block_id: int) -> Bytes:
         if block_id >= self.cache.device_blocks:
-            return self.cache.host_pool[block_id - self.cache.device_blocks].view(np.uint8)
+            return self.cache.memory.host_pool[block_id - self.cache.device_blocks].view(np.uint8)
         return self._device_pool[:, :, block_id].view(np.uint8)
 
     def add(self, tokens: Sequence[int], **options: Any) -> Request:

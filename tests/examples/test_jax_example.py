@@ -57,7 +57,7 @@ def test_the_array_is_the_tier_and_a_step_makes_no_second_one(
     tier = example.DeviceTier(64)
     cache = example.kvpool.KVCacheManager(example.LAYOUT, device_blocks=64, device="cpu", device_memory=tier)
     with cache:
-        cache.device_pool[0, 0, 3] = 7
+        cache.memory.device_pool[0, 0, 3] = 7
         assert (np.asarray(tier.kv[0, 0, 3]) == 7).all()
     weights = example.jax.tree.map(example.jnp.asarray, load("engine_numpy").make_weights(0))
     batch = [np.zeros(32, np.int64)] * 4 + [np.zeros((6, 16), np.int64)]

@@ -33,13 +33,13 @@ def slots_of(blocks: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def put(cache: KVCacheManager, slots: np.ndarray, kv: np.ndarray) -> None:
-    scatter_kv(PagedKV.of_pool(LAYOUT, cache.device_pool), slots, on_device(kv, cache.device_pool))
+    scatter_kv(PagedKV.of_pool(LAYOUT, cache.memory.device_pool), slots, on_device(kv, cache.memory.device_pool))
     cache.core.device.synchronize()
 
 
 def seen(cache: KVCacheManager, slots: np.ndarray) -> np.ndarray:
-    out = on_device(np.zeros_like(content(0, len(slots))), cache.device_pool)
-    gather_kv(PagedKV.of_pool(LAYOUT, cache.device_pool), slots, out)
+    out = on_device(np.zeros_like(content(0, len(slots))), cache.memory.device_pool)
+    gather_kv(PagedKV.of_pool(LAYOUT, cache.memory.device_pool), slots, out)
     cache.core.device.synchronize()
     return out if isinstance(out, np.ndarray) else out.get()
 
@@ -78,7 +78,7 @@ def test_a_loader_in_another_process_fills_a_reservation_while_this_one_serves(w
         loader = spawn(load)
         with cache.reserve(tokens, owner="another process") as reservation:
             assert reservation.skip_prefix_n_tokens == PREFIX
-            loader.send((cache.share(), slots_of(reservation.blocks, PROMPT), brought, PREFIX))
+            loader.send((cache.memory.share(), slots_of(reservation.blocks, PROMPT), brought, PREFIX))
             assert loader.recv() == "attached"
             for _ in range(2):
                 loader.send("go on")
@@ -102,13 +102,13 @@ def test_a_loader_in_another_process_fills_a_reservation_while_this_one_serves(w
 def test_a_gpu_that_another_process_has_is_opened_there_only_and_until_it_is_closed() -> None:
     cupy = real_cupy()
     with KVCacheManager(LAYOUT, device_blocks=2, device="cuda") as cache:
-        description = cache.share()
+        description = cache.memory.share()
         with pytest.raises(ValueError, match="in this process"):
             attach(description)
         memory = cupy.empty(2 * LAYOUT.block_bytes, cupy.uint8)
         with KVCacheManager(LAYOUT, device_blocks=2, device="cuda", device_memory=memory) as other:
             with pytest.raises(ValueError, match="caller's"):
-                other.share()
+                other.memory.share()
     with pytest.raises(PoolClosed):
         attach(description)
 
@@ -117,12 +117,12 @@ def test_a_gpu_that_another_process_has_is_opened_there_only_and_until_it_is_clo
 def test_the_pinned_tier_of_a_gpu_is_shared_main_memory() -> None:
     real_cupy()
     with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda", shared=True) as cache:
-        with attach(cache.share("host")) as attached:
+        with attach(cache.memory.share("host")) as attached:
             attached.pool[2] = 5
-            assert (cache.host_pool[2] == 5).all() and (cache.host_pool[:2] == 0).all()
+            assert (cache.memory.host_pool[2] == 5).all() and (cache.memory.host_pool[:2] == 0).all()
     with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda") as cache:
         with pytest.raises(ValueError, match="shared=True took itself"):
-            cache.share("host")
+            cache.memory.share("host")
 
 
 @pytest.mark.gpu
@@ -140,9 +140,9 @@ def test_what_a_process_has_enqueued_is_done_before_it_lets_go_of_the_memory(spa
     real_cupy()
     with KVCacheManager(LAYOUT, device_blocks=BLOCKS, device="cuda") as cache:
         writer = spawn(fill_and_close)
-        writer.send(cache.share())
+        writer.send(cache.memory.share())
         assert writer.recv() == "closed"
-        assert (cache.device_pool.get() == 5).all()
+        assert (cache.memory.device_pool.get() == 5).all()
 
 
 @pytest.mark.gpu
@@ -153,9 +153,9 @@ def test_memory_of_any_size_is_found_where_it_begins_in_its_allocation(head_dim:
     layout = BlockLayout(2, 1, head_dim, 25, dtype="uint8")
     with KVCacheManager(layout, device_blocks=10, device="cuda") as cache:
         writer = spawn(fill_and_close)
-        writer.send(cache.share())
+        writer.send(cache.memory.share())
         assert writer.recv() == "closed"
-        assert (cache.device_pool.get() == 5).all()
+        assert (cache.memory.device_pool.get() == 5).all()
 
 
 @pytest.mark.gpu
@@ -163,7 +163,7 @@ def test_the_collector_ends_no_capture_where_it_finds_an_attachment(spawn: Spawn
     real_cupy()
     with KVCacheManager(LAYOUT, device_blocks=BLOCKS, device="cuda") as cache:
         other = spawn(drop_while_capturing)
-        other.send(cache.share())
+        other.send(cache.memory.share())
         assert other.recv() == [1, 1, 1, 1]
         assert other.recv() == "closed"
-        assert (cache.device_pool.get() == 6).all()
+        assert (cache.memory.device_pool.get() == 6).all()

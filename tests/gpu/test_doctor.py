@@ -34,7 +34,7 @@ def test_the_gpu_is_named_and_auto(capsys: Capture) -> None:
     status, text = answer(capsys, "--device", "cuda")
     assert status == 0
     assert f"GPU 0: ok, {describe_gpus()[0].name}, " in text
-    assert "device cuda: ok" in text and "copies: ok, chosen by rule" in text and "cache.calibrate()" in text
+    assert "device cuda: ok" in text and "copies: ok, chosen by rule" in text and "cache.memory.calibrate()" in text
 
 
 LOOK = """

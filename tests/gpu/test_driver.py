@@ -55,7 +55,7 @@ with KVCacheManager(layout, device_blocks=16, host_blocks=60, device=device, max
     serve(0)
     out = device.allocate(2 * 3 * 3 * 2 * 16 * 2, "device")
     rows = out.view(np.float16).reshape(2, 3, 3, 32)
-    gather_kv(PagedKV.of_pool(layout, cache.device_pool), np.array([1, 2, 3]), rows)
+    gather_kv(PagedKV.of_pool(layout, cache.memory.device_pool), np.array([1, 2, 3]), rows)
     device.synchronize()
     device.free(out)
 device.close()
@@ -159,7 +159,7 @@ def test_pools_that_nobody_closed_leave_no_memory_pinned(cupy: Any) -> None:
     runtime = cupy.cuda.runtime
     for _ in range(5):
         cache = KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda")
-        address = cache.host_pool.ctypes.data
+        address = cache.memory.host_pool.ctypes.data
         del cache
         gc.collect()
         assert runtime.pointerGetAttributes(address).type == runtime.memoryTypeUnregistered
@@ -172,7 +172,7 @@ def test_a_stream_that_its_user_destroyed_is_refused_and_the_pool_goes_on(cupy: 
     with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4) as cache:
         gone, good = runtime.streamCreateWithFlags(runtime.streamNonBlocking), cupy.cuda.Stream(non_blocking=True)
         sequence = cache.add_sequence(list(range(9)), stream=gone)
-        runtime.memsetAsync(cache.device_pool.data.ptr, 3, cache.device_pool.nbytes, gone)
+        runtime.memsetAsync(cache.memory.device_pool.data.ptr, 3, cache.memory.device_pool.nbytes, gone)
         runtime.streamDestroy(gone)
         for call in (lambda: cache.commit(sequence), lambda: cache.add_sequence([1], stream=Stream(gone))):
             with pytest.raises(ValueError, match="which has been destroyed"):
@@ -184,7 +184,7 @@ def test_a_stream_that_its_user_destroyed_is_refused_and_the_pool_goes_on(cupy: 
         assert cache.cached_tokens(again) == 8
         cupy.cuda.Device().synchronize()
         blocks = cache.block_table(again).dense()[0][:2]
-        assert (cache.device_pool.view(np.uint8).get().reshape(3, 2, 6, -1)[:, :, blocks] == 3).all()
+        assert (cache.memory.device_pool.view(np.uint8).get().reshape(3, 2, 6, -1)[:, :, blocks] == 3).all()
         cache.release(again)
         cache.verify()
 

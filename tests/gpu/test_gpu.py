@@ -31,14 +31,14 @@ GIB = 1 << 30
 
 def test_the_device_tier_is_seen_by_other_packages_in_place(cupy: Any) -> None:
     with KVCacheManager(LAYOUT, device_blocks=5, host_blocks=2, device="cuda") as cache:
-        pool = cache.device_pool
+        pool = cache.memory.device_pool
         assert pool.shape == LAYOUT.device_shape(5) and pool.dtype == np.float16
         for view in (cupy.asarray(pool), cupy.from_dlpack(pool)):
             assert view.__cuda_array_interface__["data"][0] == pool.__cuda_array_interface__["data"][0]
             view[1, 0, 2] = 3
         cupy.cuda.Device().synchronize()
         assert (pool[1, 0, 2].get() == 3).all() and (pool[1, 0, 3].get() == 0).all()
-        assert isinstance(cache.host_pool, np.ndarray)
+        assert isinstance(cache.memory.host_pool, np.ndarray)
 
 
 def test_exports_and_memory_of_the_caller_are_in_place(cupy: Any) -> None:
@@ -47,25 +47,25 @@ def test_exports_and_memory_of_the_caller_are_in_place(cupy: Any) -> None:
         stream = cupy.cuda.Stream(non_blocking=True)
         for take in (cupy.asarray, cupy.from_dlpack):
             with stream:
-                view = take(cache.export()[1])
-            assert view.data.ptr == cache.device_pool[1].data.ptr and view.dtype == np.float16
+                view = take(cache.memory.export()[1])
+            assert view.data.ptr == cache.memory.device_pool[1].data.ptr and view.dtype == np.float16
             with pytest.raises(PoolBusy):
                 cache.close()
             del view
-        assert owned.data.ptr == cache.device_pool.data.ptr
-        assert np.from_dlpack(cache.export("host")).ctypes.data == cache.host_pool.ctypes.data
+        assert owned.data.ptr == cache.memory.device_pool.data.ptr
+        assert np.from_dlpack(cache.memory.export("host")).ctypes.data == cache.memory.host_pool.ctypes.data
 
 
 def test_the_host_tier_is_pinned_memory_of_cupy_on_loan(cupy: Any) -> None:
     with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda") as cache:
-        cache.host_pool.view(np.uint16)[...] = np.arange(cache.host_pool.size, dtype=np.uint16).reshape(
-            cache.host_pool.shape
+        cache.memory.host_pool.view(np.uint16)[...] = np.arange(cache.memory.host_pool.size, dtype=np.uint16).reshape(
+            cache.memory.host_pool.shape
         )
-        pointer = cache.export("host")[1].pinned_memory()
+        pointer = cache.memory.export("host")[1].pinned_memory()
         assert isinstance(pointer, cupy.cuda.PinnedMemoryPointer)
-        assert pointer.ptr == cache.host_pool[1].ctypes.data and pointer.size() == LAYOUT.block_bytes
+        assert pointer.ptr == cache.memory.host_pool[1].ctypes.data and pointer.size() == LAYOUT.block_bytes
         seen = np.frombuffer(pointer, np.uint8, pointer.size())
-        np.testing.assert_array_equal(seen, cache.host_pool[1].view(np.uint8).reshape(-1))
+        np.testing.assert_array_equal(seen, cache.memory.host_pool[1].view(np.uint8).reshape(-1))
         with pytest.raises(PoolBusy, match="views of exported memory live: 1"):
             cache.close()
         del pointer
@@ -74,18 +74,18 @@ def test_the_host_tier_is_pinned_memory_of_cupy_on_loan(cupy: Any) -> None:
         del seen
         gc.collect()
         with pytest.raises(BufferError, match="gaps"):
-            cache.export("host")[:, 0].pinned_memory()
+            cache.memory.export("host")[:, 0].pinned_memory()
         with pytest.raises(TypeError, match="expected pinned memory"):
-            cache.export("device").pinned_memory()
+            cache.memory.export("device").pinned_memory()
         assert not cache.close().sequences
     with pytest.raises(PoolClosed):
-        cache.export("host").pinned_memory()
+        cache.memory.export("host").pinned_memory()
 
 
 def test_a_buffer_of_a_closed_pool_that_is_still_on_loan_can_be_read(cupy: Any) -> None:
     cache = KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda")
-    cache.host_pool.view(np.uint8)[...] = 7
-    pointer = cache.export("host").pinned_memory()
+    cache.memory.host_pool.view(np.uint8)[...] = 7
+    pointer = cache.memory.export("host").pinned_memory()
     cache.close(force=True)
     del cache
     gc.collect()
@@ -110,7 +110,7 @@ def test_closing_gives_the_memory_of_the_gpu_back(cupy: Any) -> None:
     """Others may use the same GPU meanwhile, so its free memory says nothing."""
     runtime, blocks = cupy.cuda.runtime, GIB // LAYOUT.block_bytes
     with KVCacheManager(LAYOUT, device_blocks=blocks, device="cuda") as cache:
-        first = cache.device_pool.data.ptr
+        first = cache.memory.device_pool.data.ptr
         places = [first, first + blocks * LAYOUT.block_bytes - 1]
         assert [runtime.pointerGetAttributes(place).type for place in places] == [runtime.memoryTypeDevice] * 2
     gc.collect()
@@ -123,17 +123,17 @@ def test_a_sequence_comes_back_from_the_host_with_what_its_stream_wrote(cupy: An
         sequence = cache.add_sequence(list(range(10)), stream=stream)  # its last block is not full, nor committed
         with stream:
             for i, block in enumerate(cache.block_table(sequence).dense()[0].tolist()):
-                cupy.asarray(cache.device_pool)[:, :, block] = i + 1
+                cupy.asarray(cache.memory.device_pool)[:, :, block] = i + 1
         assert cache.swap_out(sequence, stream=stream) == 3
         with cache.exclusive():
             added = cache.add_sequence_batch([list(range(100, 112))], stream=other)
         with other:
-            cupy.asarray(cache.device_pool)[...] = 0
+            cupy.asarray(cache.memory.device_pool)[...] = 0
         cache.release(added.ids, stream=other, store=False)
         assert cache.resume(sequence, stream=other) == 3
         with other:
             blocks = [
-                cupy.asarray(cache.device_pool)[:, :, block].copy()
+                cupy.asarray(cache.memory.device_pool)[:, :, block].copy()
                 for block in cache.block_table(sequence).dense()[0].tolist()
             ]
         other.synchronize()

@@ -36,11 +36,11 @@ def address(cache: KVCacheManager, tier: str) -> int:
 @pytest.mark.parametrize("version", [None, (1, 0)])
 @pytest.mark.parametrize("tier", PLACES)
 def test_capsules_name_the_gpu_and_pinned_memory(cache: KVCacheManager, tier: str, version: Any) -> None:
-    export = cache.export(tier)[1]
+    export = cache.memory.export(tier)[1]
     capsule = export.__dlpack__(max_version=version)
     tensor, _ = described(capsule)
     assert (tensor.device_type, tensor.device_id) == export.__dlpack_device__() == PLACES[tier]
-    whole = cache.device_pool if tier == "device" else cache.host_pool
+    whole = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
     assert tensor.data == as_strided("whole", whole[1]).address
     with pytest.raises(PoolBusy, match="live: 1"):
         cache.close()
@@ -49,7 +49,7 @@ def test_capsules_name_the_gpu_and_pinned_memory(cache: KVCacheManager, tier: st
 
 
 def test_pinned_memory_can_be_asked_for_as_main_memory(cache: KVCacheManager) -> None:
-    export = cache.export("host")
+    export = cache.memory.export("host")
     tensor, _ = described(export.__dlpack__(dl_device=(1, 0)))
     assert (tensor.device_type, tensor.data) == (1, address(cache, "host"))
     assert np.from_dlpack(export).ctypes.data == np.asarray(export).ctypes.data == address(cache, "host")
@@ -65,32 +65,32 @@ ELSEWHERE = [
 @pytest.mark.parametrize(("options", "message"), ELSEWHERE)
 def test_memory_of_a_gpu_goes_nowhere_else(cache: KVCacheManager, options: dict[str, Any], message: str) -> None:
     with pytest.raises(BufferError, match=message):
-        cache.export().__dlpack__(max_version=(1, 0), **options)
+        cache.memory.export().__dlpack__(max_version=(1, 0), **options)
     with pytest.raises(BufferError, match="read-only"):
-        cache.export(writable=False).__dlpack__()
-    _, head = described(cache.export(writable=False).__dlpack__(max_version=(1, 0)))
+        cache.memory.export(writable=False).__dlpack__()
+    _, head = described(cache.memory.export(writable=False).__dlpack__(max_version=(1, 0)))
     assert head is not None and head.flags == dlpack.READ_ONLY
     with pytest.raises(TypeError, match="expected main memory for a NumPy array"):
-        np.asarray(cache.export())
+        np.asarray(cache.memory.export())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
 def test_the_cuda_array_interface_names_type_place_and_stream(cupy: Any, dtype: str) -> None:
     with open_pool(BlockLayout(2, 2, 8, 4, dtype=dtype), device="cuda") as cache:
         raw = dtype != "float16"
-        assert hasattr(cache.export(), "__cuda_array_interface__") != raw
-        export = cache.export(raw=raw, writable=False)[:, 1]
-        interface, expected = export.__cuda_array_interface__, cache.device_pool[:, 1]
+        assert hasattr(cache.memory.export(), "__cuda_array_interface__") != raw
+        export = cache.memory.export(raw=raw, writable=False)[:, 1]
+        interface, expected = export.__cuda_array_interface__, cache.memory.device_pool[:, 1]
         assert (interface["version"], interface["stream"], interface["data"]) == (3, 1, (expected.data.ptr, True))
         assert (interface["shape"], interface["strides"], interface["typestr"]) == (
             expected.shape,
             expected.strides,
             expected.dtype.str,
         )
-        assert not hasattr(cache.export("host"), "__cuda_array_interface__")
+        assert not hasattr(cache.memory.export("host"), "__cuda_array_interface__")
         with pytest.raises(PoolBusy):
             cache.close()
-        other = as_strided("x", cache.export(raw=True))
+        other = as_strided("x", cache.memory.export(raw=True))
         assert (other.memory, other.address, other.writable) == ("device", address(cache, "device"), True)
         del export, other
 
@@ -118,8 +118,8 @@ def test_who_takes_memory_waits_for_the_copies_enqueued_so_far(cache: KVCacheMan
     order: Any = cache.core.transfer.order
     gates = [machine.stall(cupy.cuda.Stream.from_external(pointer)) for pointer in order._streams[:3]]
     offloading(cache)
-    assert cache.export().__dlpack__(stream=-1) is not None and not machine.busy(mine)
-    taken = TAKERS[taker](cache.export(), mine.ptr)
+    assert cache.memory.export().__dlpack__(stream=-1) is not None and not machine.busy(mine)
+    taken = TAKERS[taker](cache.memory.export(), mine.ptr)
     for number, go in enumerate(gates):
         assert machine.busy(stream), f"{number} of the pool's streams had come to their end"
         go()
@@ -131,7 +131,7 @@ def test_who_takes_memory_waits_for_the_copies_enqueued_so_far(cache: KVCacheMan
 def test_bad_streams_are_named(cache: KVCacheManager) -> None:
     for stream, error in ((0, ValueError), (2, ValueError), (-2, ValueError), ("x", TypeError)):
         with pytest.raises(error, match="stream"):
-            cache.export().__dlpack__(stream=stream)
+            cache.memory.export().__dlpack__(stream=stream)
 
 
 def gpu_memory(cupy: Any, nbytes: int, **changes: Any) -> Any:
@@ -154,8 +154,8 @@ def test_the_device_tier_lies_in_memory_of_the_caller(cupy: Any, as_function: bo
     owned = gpu_memory(cupy, NBYTES)
     where = owned.__cuda_array_interface__["data"][0]
     with open_pool(device="cuda", device_memory=(lambda nbytes, alignment: owned) if as_function else owned) as cache:
-        assert address(cache, "device") == where == cache.device_pool.data.ptr
-        cache.device_pool.fill(4)
+        assert address(cache, "device") == where == cache.memory.device_pool.data.ptr
+        cache.memory.device_pool.fill(4)
         cupy.cuda.Device().synchronize()
         seq = cache.add_sequence(list(range(16)))
         cache.commit(seq)
@@ -163,7 +163,7 @@ def test_the_device_tier_lies_in_memory_of_the_caller(cupy: Any, as_function: bo
         assert cache.offload(list(range(16))) == 4
         cache.core.device.synchronize()
         with cache.pin(cache.block_keys(list(range(16))).keys, tier="host") as lease:
-            assert (cache.host_pool[lease.blocks - cache.device_blocks] == 4).all()
+            assert (cache.memory.host_pool[lease.blocks - cache.device_blocks] == 4).all()
     assert cupy.cuda.runtime.pointerGetAttributes(where).type == cupy.cuda.runtime.memoryTypeDevice
 
 

@@ -163,19 +163,19 @@ def test_a_pool_serves_from_memory_of_the_caller_and_keeps_its_owner(cupy: Any) 
     address = owner.ctypes.data
     del owner
     gc.collect()
-    assert alive() is not None and cache.host_pool.ctypes.data == address
+    assert alive() is not None and cache.memory.host_pool.ctypes.data == address
     for first in (0, 100, 0):
         sequence = cache.add_sequence([first + token for token in range(5)])
         cache.core.device.synchronize()
         block = cache.block_table(sequence).dense()[0, 0]
         if cache.cached_tokens(sequence):
-            assert (cache.device_pool[:, :, block].get().view(np.uint8) == first + 1).all()
-        cache.device_pool[:, :, block].view(np.uint8)[...] = first + 1
+            assert (cache.memory.device_pool[:, :, block].get().view(np.uint8) == first + 1).all()
+        cache.memory.device_pool[:, :, block].view(np.uint8)[...] = first + 1
         cupy.cuda.Device().synchronize()
         cache.commit(sequence)
         cache.release(sequence)
     assert cache.stats().onboarded_blocks > 0
-    pointer = cache.export("host").pinned_memory()
+    pointer = cache.memory.export("host").pinned_memory()
     cache.close(force=True)
     gc.collect()
     assert alive() is not None, "a view needs it"

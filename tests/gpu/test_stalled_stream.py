@@ -22,13 +22,13 @@ def write(machine: Machine, cache: KVCacheManager, sequence: int, value: int, st
     for block in cache.block_table(sequence).dense()[0].tolist():
         for layer in range(LAYOUT.layers):
             for plane in range(LAYOUT.planes):
-                machine.fill(cache.device_pool[layer, plane, block], value, stream)
+                machine.fill(cache.memory.device_pool[layer, plane, block], value, stream)
 
 
 def host_bytes(cache: KVCacheManager, prompt: list[int]) -> np.ndarray:
     """The host copy of a prompt of one block, once it is there."""
     with cache.pin(cache.block_keys(prompt).keys, tier="host") as lease:
-        return cache.host_pool[int(lease.blocks[0]) - cache.device_blocks].copy()
+        return cache.memory.host_pool[int(lease.blocks[0]) - cache.device_blocks].copy()
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -77,7 +77,7 @@ def test_a_block_is_not_onboarded_into_before_the_engine_is_done_with_it(
             cache.core.device.synchronize(cache.core.device.record(cache.core.transfer.order._streams[1]))  # type: ignore[union-attr]
         go()
         cache.core.device.synchronize()
-        assert (seen(cache.device_pool) == (1 if guarded else 3)).all()
+        assert (seen(cache.memory.device_pool) == (1 if guarded else 3)).all()
 
 
 @pytest.mark.parametrize("guarded", [True, False])

@@ -63,7 +63,7 @@ def test_the_copy_of_a_store_goes_where_the_slots_of_each_part_say(make: Make) -
             for part, layout in enumerate(group.layouts):
                 tokens = np.stack(engine.bytes_of(group.index, part, A[:14]))  # tokens, layers, planes, heads, bytes
                 source = np.ascontiguousarray(tokens.transpose(2, 1, 0, 3, 4)).view(layout.storage_dtype)
-                paged = PagedKV.of_pool(layout, engine.cache.device_pools[group.index][part])
+                paged = PagedKV.of_pool(layout, engine.cache.memory.device_pools[group.index][part])
                 scatter_kv(paged, reservation.slot_mapping_of(group.index), source)
         reservation.commit()
     engine.release(engine.add(A[:15], cached=14))
@@ -325,7 +325,7 @@ def test_states_are_imported_by_the_block_that_precedes_them(make: Make, device:
     engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0)
     assert engine.cache.import_blocks(prompt, [bytes(range(24))], first=2, group=1) == 1
     assert engine.reusable(A[:17]) == 12
-    assert (engine.cache.host_pools[1][0].view(np.uint8).reshape(4, 24) == np.arange(24)).all(axis=1).sum() == 1
+    assert (engine.cache.memory.host_pools[1][0].view(np.uint8).reshape(4, 24) == np.arange(24)).all(axis=1).sum() == 1
     with engine.cache.pin(prompt.keys[2:3], tier="host") as lease:
         assert lease.groups.tolist() == [0, 1]
 

@@ -60,7 +60,7 @@ def test_a_lease_has_the_blocks_of_all_groups_where_their_bytes_are(make: Make, 
                     np.testing.assert_array_equal(block[:, :, slot], token_bytes)
                 if tier == "host":
                     raw = memory(lease.addresses_of(part)[place], layout.block_bytes)
-                    pool = engine.cache.host_pools[g][part][index - group.device_blocks]
+                    pool = engine.cache.memory.host_pools[g][part][index - group.device_blocks]
                     np.testing.assert_array_equal(raw, pool.reshape(-1).view(np.uint8))
         for wrong, error in ((2, ValueError), (-1, ValueError), ("x", TypeError)):
             with pytest.raises(error, match=f"part: .*{wrong!r}"):

@@ -23,7 +23,7 @@ def content(engine: Engine, tokens: list[int], **names: Any) -> list[bytes]:
     other = np.zeros((len(tokens) // engine.T, engine.cache.layout.block_bytes), np.uint8)
     extra = names.pop("extra_ids", None) or [0] * len(tokens)
     expected = engine.expected.of((names.get("salt"), names.get("adapter_id")), list(zip(tokens, extra, strict=True)))
-    shape = engine.cache.host_pool.shape[1:]
+    shape = engine.cache.memory.host_pool.shape[1:]
     for i, block in enumerate(other):
         view = block.view(engine.cache.layout.storage_dtype).reshape(shape).view(np.uint8)
         for slot in range(engine.T):

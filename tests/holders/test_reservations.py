@@ -43,10 +43,10 @@ def test_a_loader_brings_what_the_pool_lacks_and_touches_nothing_else(
     assert slots.dtype == np.int64 and slots.tolist() == [
         -1 if i < cached else reservation.blocks[i // 4] * 4 + i % 4 for i in range(length)
     ]
-    wanted = engine.cache.device_pool.copy()
+    wanted = engine.cache.memory.device_pool.copy()
     load(engine, reservation, tokens, whole=whole)
     scatter_kv(PagedKV.of_pool(engine.cache.layout, wanted), slots[cached:].copy(), kv(engine, tokens)[:, :, cached:])
-    np.testing.assert_array_equal(engine.cache.device_pool, wanted)
+    np.testing.assert_array_equal(engine.cache.memory.device_pool, wanted)
     reservation.commit()
     engine.cache.verify()
     assert engine.reusable([*tokens, 77]) == length

@@ -76,7 +76,7 @@ def test_imports_take_arrays_of_other_packages(wrap: Wrap) -> None:
         data = np.random.default_rng(3).integers(0, 9, (4, *LAYOUT.host_shape(1)[1:])).astype(np.float16)
         assert cache.import_blocks(keys, [wrap(block) for block in data]) == 4
         with cache.pin(keys.keys, owner="test") as lease:
-            np.testing.assert_array_equal(cache.host_pool[lease.blocks - cache.device_blocks], data)
+            np.testing.assert_array_equal(cache.memory.host_pool[lease.blocks - cache.device_blocks], data)
 
 
 def test_slots_layers_and_staging_are_arrays_of_any_package(wrap: Wrap) -> None:
@@ -170,10 +170,10 @@ def torch() -> Any:
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_jax_reads_the_pool_in_place_under_its_own_name_of_the_type(jax: Any, tier: str, dtype: str) -> None:
     cache = open_pool(BlockLayout(2, 2, 16, 8, dtype=dtype))
-    pool = cache.device_pool if tier == "device" else cache.host_pool
+    pool = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
     pool[...] = np.random.default_rng(1).integers(0, 50, pool.shape)
     for index in ((), (1,), (1, 0)):
-        export = cache.export(tier)[index]
+        export = cache.memory.export(tier)[index]
         view = jax.dlpack.from_dlpack(export)
         assert str(view.dtype) == dtype and view.shape == export.shape
         assert view.unsafe_buffer_pointer() == pool[index].ctypes.data
@@ -201,10 +201,10 @@ def jax_before_0_12(jax: Any) -> bool:
 def test_jax_says_what_it_cannot_take_in_place(jax: Any) -> None:
     with open_pool() as cache:
         with pytest.raises(jax.errors.JaxRuntimeError, match="striding"):
-            jax.dlpack.from_dlpack(cache.export()[:, :, 1:2])
+            jax.dlpack.from_dlpack(cache.memory.export()[:, :, 1:2])
         # Newer versions take memory that is read-only, since an array of JAX is.
         with pytest.raises(BufferError, match="read-only") if jax_before_0_12(jax) else nullcontext():
-            jax.dlpack.from_dlpack(cache.export(writable=False))
+            jax.dlpack.from_dlpack(cache.memory.export(writable=False))
         gc.collect()
 
 
@@ -231,9 +231,9 @@ def test_an_array_of_jax_is_the_memory_of_a_tier_unless_it_says_that_it_is_read_
             open_pool(device_memory=owned)
         return
     with open_pool(device_memory=owned) as cache:
-        assert cache.device_pool.ctypes.data == owned.unsafe_buffer_pointer()
-        cache.device_pool[...] = 0
-        view = jax.dlpack.from_dlpack(cache.export())
+        assert cache.memory.device_pool.ctypes.data == owned.unsafe_buffer_pointer()
+        cache.memory.device_pool[...] = 0
+        view = jax.dlpack.from_dlpack(cache.memory.export())
         assert view.unsafe_buffer_pointer() == owned.unsafe_buffer_pointer()
         del view
     assert not np.asarray(owned).any()
@@ -243,12 +243,12 @@ def test_an_array_of_jax_is_the_memory_of_a_tier_unless_it_says_that_it_is_read_
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_torch_reads_and_writes_the_pool_in_place(torch: Any, tier: str, dtype: str) -> None:
     cache = open_pool(BlockLayout(2, 2, 16, 8, dtype=dtype))
-    pool = cache.device_pool if tier == "device" else cache.host_pool
-    view = torch.from_dlpack(cache.export(tier))
+    pool = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
+    view = torch.from_dlpack(cache.memory.export(tier))
     assert (
         str(view.dtype) == f"torch.{dtype}" and tuple(view.shape) == pool.shape and view.data_ptr() == pool.ctypes.data
     )
-    part = torch.from_dlpack(cache.export(tier)[1:, 0])
+    part = torch.from_dlpack(cache.memory.export(tier)[1:, 0])
     assert part.data_ptr() == pool[1:, 0].ctypes.data
     assert tuple(step * part.element_size() for step in part.stride()) == pool[1:, 0].strides
     part.fill_(1)
@@ -269,4 +269,4 @@ def test_tensors_of_torch_are_arguments_and_may_own_a_tier(torch: Any) -> None:
         cache.tables.copy_batch_block_offsets(target, seq)
         np.testing.assert_array_equal(target.numpy()[0, :5], cache.block_table(seq).dense()[0])
         cache.release(seq)
-        assert cache.device_pool.ctypes.data == owned.data_ptr()
+        assert cache.memory.device_pool.ctypes.data == owned.data_ptr()

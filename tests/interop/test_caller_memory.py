@@ -30,9 +30,9 @@ def run_requests(cache: Any) -> None:
         computed = cache.cached_tokens(seq)
         blocks = cache.block_table(seq).dense()[0]
         if computed:
-            assert (np.asarray(cache.device_pool)[:, :, blocks[:4]] == first + 1).all()
+            assert (np.asarray(cache.memory.device_pool)[:, :, blocks[:4]] == first + 1).all()
         with cache.core.device.host_access(writes=[(block, 0, 4) for block in blocks]):
-            cache.device_pool[:, :, blocks] = first + 1
+            cache.memory.device_pool[:, :, blocks] = first + 1
         cache.commit(seq)
         cache.release(seq)
     cache.verify()
@@ -52,7 +52,7 @@ def test_a_tier_lies_where_the_caller_says_and_works(tier: str, wrap: Any, as_fu
         return wrap(raw)
 
     with open_pool(**{f"{tier}_memory": give if as_function else wrap(raw)}) as cache:
-        pool = cache.device_pool if tier == "device" else cache.host_pool
+        pool = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
         assert pool.ctypes.data == raw.ctypes.data and pool.nbytes == raw.nbytes
         run_requests(cache)
         assert asked == [(BYTES[tier], 64)] * as_function
@@ -79,7 +79,7 @@ def test_a_view_keeps_the_memory_of_the_caller_too() -> None:
     alive = weakref.ref(owner)
     cache = open_pool(device_memory=owner)
     del owner
-    view = np.from_dlpack(cache.export())
+    view = np.from_dlpack(cache.memory.export())
     cache.close(force=True)
     gc.collect()
     assert alive() is not None and view.size
@@ -93,7 +93,7 @@ def test_shared_memory_of_another_process_can_be_the_host_tier() -> None:
     try:
         other = shared_memory.SharedMemory(shared.name)
         with open_pool(host_memory=np.frombuffer(shared.buf, np.uint8)[: BYTES["host"]]) as cache:
-            cache.host_pool[3] = 2
+            cache.memory.host_pool[3] = 2
             assert bytes(other.buf[3 * LAYOUT.block_bytes : 3 * LAYOUT.block_bytes + 2]) == np.float16(2).tobytes()
         gc.collect()
         other.close()
@@ -116,8 +116,8 @@ def test_the_sim_device_leaves_it_as_it_is_after_the_end(tier: str) -> None:
 def test_a_wrapped_device_takes_it_too() -> None:
     raw = aligned(BYTES["device"])
     with open_pool(device=WrappedDevice(CpuDevice()), device_memory=raw) as cache:
-        assert cache.device_pool.ctypes.data == raw.ctypes.data
-        assert np.from_dlpack(cache.export()).ctypes.data == raw.ctypes.data
+        assert cache.memory.device_pool.ctypes.data == raw.ctypes.data
+        assert np.from_dlpack(cache.memory.export()).ctypes.data == raw.ctypes.data
 
 
 def read_only() -> np.ndarray:
@@ -200,4 +200,4 @@ def test_memory_of_the_caller_needs_no_room_of_the_device(monkeypatch: pytest.Mo
 def test_an_address_alone_can_be_a_tier() -> None:
     raw = aligned(BYTES["device"])
     with open_pool(device_memory=StridedArray(raw.ctypes.data, raw.shape, 1, owner=raw)) as cache:
-        assert cache.device_pool.ctypes.data == raw.ctypes.data
+        assert cache.memory.device_pool.ctypes.data == raw.ctypes.data

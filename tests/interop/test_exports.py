@@ -34,7 +34,7 @@ VERSIONS = [None, (0, 8), (1, 0), (1, 1), (2, 0)]
 
 
 def pool_of(cache: KVCacheManager, tier: str) -> np.ndarray:
-    return cache.device_pool if tier == "device" else cache.host_pool
+    return cache.memory.device_pool if tier == "device" else cache.memory.host_pool
 
 
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])
@@ -42,7 +42,7 @@ def pool_of(cache: KVCacheManager, tier: str) -> np.ndarray:
 @pytest.mark.parametrize("through", [np.from_dlpack, np.asarray])
 def test_what_either_side_writes_the_other_one_reads(through: Any, tier: str, order: str) -> None:
     with open_pool(BlockLayout(2, 2, 8, 4, order=order)) as cache:
-        pool, export = pool_of(cache, tier), cache.export(tier)
+        pool, export = pool_of(cache, tier), cache.memory.export(tier)
         view = through(export)
         assert (view.shape, view.strides, view.dtype) == (pool.shape, pool.strides, pool.dtype)
         assert (export.shape, export.strides, export.dtype, export.tier) == (pool.shape, pool.strides, "float16", tier)
@@ -73,7 +73,7 @@ def test_a_part_is_what_numpy_calls_it(tier: str, index: Any) -> None:
     with open_pool() as cache:
         pool = pool_of(cache, tier)
         pool[...] = np.arange(pool.size).reshape(pool.shape) % 2000
-        whole = cache.export(tier)
+        whole = cache.memory.export(tier)
         for part in (np.asarray(whole[index]), np.from_dlpack(whole[index])):
             expected = (
                 pool[index][...] if not isinstance(index, tuple) or len(index) < 6 else pool[0, 0, 1, 2, 1, 5, ...]
@@ -88,30 +88,30 @@ def test_a_part_is_what_numpy_calls_it(tier: str, index: Any) -> None:
 def test_an_index_that_would_copy_is_refused(index: Any) -> None:
     with open_pool() as cache:
         with pytest.raises(TypeError, match=r"index: .*integers, slices or an ellipsis"):
-            cache.export()[index]
+            cache.memory.export()[index]
         with pytest.raises(IndexError):
-            cache.export()[9]
+            cache.memory.export()[9]
         with pytest.raises(IndexError):
-            cache.export()[0, 0, 0, 0, 0, 0, 0]
+            cache.memory.export()[0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", TYPES)
 def test_capsules_name_the_type_the_version_and_the_place(name: str, version: Any) -> None:
     with open_pool(BlockLayout(2, 2, 8, 4, dtype=name)) as cache:
-        export = cache.export("host")[1:, 1]
+        export = cache.memory.export("host")[1:, 1]
         capsule = export.__dlpack__(max_version=version)
         tensor, head = described(capsule)
         assert (tensor.code, tensor.bits, tensor.lanes) == (*TYPES[name], 1)
         assert (tensor.device_type, tensor.device_id) == export.__dlpack_device__() == (1, 0)
-        assert tensor.data + tensor.byte_offset == cache.host_pool[1:, 1].ctypes.data
+        assert tensor.data + tensor.byte_offset == cache.memory.host_pool[1:, 1].ctypes.data
         assert tensor.shape == export.shape
         itemsize = tensor.bits // 8
         assert tuple(step * itemsize for step in tensor.strides) == export.strides
         assert (head is not None) == (version is not None and version[0] >= 1)
         if head is not None:
             assert (head.major, head.minor, head.flags) == (1, int(name.startswith("float8")), 0)
-        raw, _ = described(cache.export("host", raw=True).__dlpack__(max_version=version))
+        raw, _ = described(cache.memory.export("host", raw=True).__dlpack__(max_version=version))
         storage = cache.layout.storage_dtype
         assert raw.bits == 8 * storage.itemsize
         assert raw.code == (1 if name in dlpack.TYPE_CODES else TYPES[name][0])
@@ -121,10 +121,10 @@ def test_capsules_name_the_type_the_version_and_the_place(name: str, version: An
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_types_without_a_name_in_numpy_go_raw_with_a_tag(dtype: str) -> None:
     with open_pool(BlockLayout(2, 2, 8, 4, dtype=dtype)) as cache:
-        export, raw = cache.export(), cache.export(raw=True)
+        export, raw = cache.memory.export(), cache.memory.export(raw=True)
         assert (export.dtype, raw.dtype) == (dtype, cache.layout.storage_dtype.name)
         view = np.from_dlpack(raw)
-        assert view.dtype == cache.layout.storage_dtype and view.ctypes.data == cache.device_pool.ctypes.data
+        assert view.dtype == cache.layout.storage_dtype and view.ctypes.data == cache.memory.device_pool.ctypes.data
         assert np.asarray(export).dtype == view.dtype
         del view
         with pytest.raises((BufferError, RuntimeError)):
@@ -133,9 +133,9 @@ def test_types_without_a_name_in_numpy_go_raw_with_a_tag(dtype: str) -> None:
 
 def test_what_is_read_only_stays_so_in_every_protocol() -> None:
     with open_pool() as cache:
-        export = cache.export("host", writable=False)[2]
+        export = cache.memory.export("host", writable=False)[2]
         assert not np.asarray(export).flags.writeable and not np.from_dlpack(export).flags.writeable
-        assert not as_strided("x", export).writable and as_strided("x", cache.export()).writable
+        assert not as_strided("x", export).writable and as_strided("x", cache.memory.export()).writable
         _, head = described(export.__dlpack__(max_version=(1, 0)))
         assert head is not None and head.flags == dlpack.READ_ONLY
         with pytest.raises(BufferError, match=r"read-only.*max_version=\(1, 0\), or copy=True"):
@@ -144,17 +144,17 @@ def test_what_is_read_only_stays_so_in_every_protocol() -> None:
 
 def test_a_copy_is_made_where_it_is_asked_for_and_nowhere_else() -> None:
     with open_pool() as cache:
-        export = cache.export("host", writable=False)
+        export = cache.memory.export("host", writable=False)
         capsule = export.__dlpack__(max_version=(1, 0), copy=True)
         tensor, head = described(capsule)
-        assert tensor.data != cache.host_pool.ctypes.data and head is not None and head.flags == dlpack.COPIED
+        assert tensor.data != cache.memory.host_pool.ctypes.data and head is not None and head.flags == dlpack.COPIED
         copied = np.asarray(export, copy=True) if dlpack._NUMPY_KNOWS_VERSIONS else np.array(export)
         copied[...] = 1
-        assert not cache.host_pool.any() and np.asarray(export, np.float32).dtype == np.float32
-        assert not np.shares_memory(copied, cache.host_pool)
+        assert not cache.memory.host_pool.any() and np.asarray(export, np.float32).dtype == np.float32
+        assert not np.shares_memory(copied, cache.memory.host_pool)
         for _ in range(2):
             in_place, _ = described(export.__dlpack__(max_version=(1, 0), copy=False))
-            assert in_place.data == cache.host_pool.ctypes.data
+            assert in_place.data == cache.memory.host_pool.ctypes.data
         # A copy is nobody's view: the pool closes while it lives.
     assert copied.all()
 
@@ -173,11 +173,11 @@ def test_capsules_that_cannot_be_given_are_refused(
 ) -> None:
     with open_pool() as cache:
         seq = cache.add_sequence([1, 2, 3])
-        for producer in (cache.export(), cache.block_table(seq)):
+        for producer in (cache.memory.export(), cache.block_table(seq)):
             with pytest.raises(error, match=message):
                 producer.__dlpack__(max_version=(1, 0), **options)
             assert producer.__dlpack__(max_version=(1, 0), dl_device=(1, 0), stream=-1) is not None
-        assert not hasattr(cache.export(), "__cuda_array_interface__")
+        assert not hasattr(cache.memory.export(), "__cuda_array_interface__")
         cache.release(seq)
 
 
@@ -192,13 +192,13 @@ def test_capsules_that_cannot_be_given_are_refused(
 )
 def test_bad_arguments_of_an_export_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with open_pool() as cache, pytest.raises(error, match=message):
-        cache.export(**options)
+        cache.memory.export(**options)
 
 
 def test_an_empty_tier_is_exported_too() -> None:
     with open_pool(host_blocks=0) as cache:
-        assert np.asarray(cache.export("host")).shape == LAYOUT.host_shape(0)
-        assert np.from_dlpack(cache.export("host")).shape == LAYOUT.host_shape(0)
+        assert np.asarray(cache.memory.export("host")).shape == LAYOUT.host_shape(0)
+        assert np.from_dlpack(cache.memory.export("host")).shape == LAYOUT.host_shape(0)
 
 
 def test_block_tables_are_read_in_place_and_follow_the_sequences() -> None:
@@ -222,16 +222,16 @@ def test_block_tables_are_read_in_place_and_follow_the_sequences() -> None:
 
 def test_exports_of_a_closed_pool_give_nothing() -> None:
     cache = open_pool()
-    export = cache.export()
+    export = cache.memory.export()
     cache.close()
-    for use in (export.__dlpack__, export.__array__, lambda: export[0].__dlpack__(), cache.export):
+    for use in (export.__dlpack__, export.__array__, lambda: export[0].__dlpack__(), cache.memory.export):
         with pytest.raises(PoolClosed):
             use()
 
 
 def test_capsules_that_are_none_or_too_new_are_refused() -> None:
     with open_pool() as cache:
-        capsule = cache.export().__dlpack__(max_version=(1, 0))
+        capsule = cache.memory.export().__dlpack__(max_version=(1, 0))
         _, head = dlpack.opened(capsule)
         assert head is not None
         head.major = 2
@@ -250,7 +250,7 @@ def test_exports_are_memory_for_the_copies_of_tokens() -> None:
     from kvpool import PagedKV, gather_kv, scatter_kv
 
     with open_pool() as cache:
-        whole = cache.export()
+        whole = cache.memory.export()
         paged = PagedKV.of([whole[layer] for layer in range(2)], "L | P B T H D")
         assert isinstance(as_strided("layer", whole[0]), StridedArray)
         out = np.arange(2 * 2 * 3 * 16, dtype=np.float16).reshape(2, 2, 3, 16)
@@ -259,5 +259,5 @@ def test_exports_are_memory_for_the_copies_of_tokens() -> None:
         scatter_kv(paged, slots, out)
         gather_kv(paged, slots, back)
         np.testing.assert_array_equal(back, out)
-        assert cache.device_pool.any()
+        assert cache.memory.device_pool.any()
         del paged

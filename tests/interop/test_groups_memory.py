@@ -28,8 +28,8 @@ def open_groups(**options: Any) -> KVCacheManager:
 @pytest.mark.parametrize(("group", "part"), PLACES)
 def test_an_export_is_the_memory_of_its_group_and_part(tier: str, group: int, part: int) -> None:
     with open_groups() as cache:
-        pool = (cache.device_pools if tier == "device" else cache.host_pools)[group][part]
-        export = cache.export(tier, group=group, part=part)
+        pool = (cache.memory.device_pools if tier == "device" else cache.memory.host_pools)[group][part]
+        export = cache.memory.export(tier, group=group, part=part)
         assert (export.tier, export.group, export.part, export.dtype) == (
             tier,
             group,
@@ -48,7 +48,7 @@ def test_an_export_is_the_memory_of_its_group_and_part(tier: str, group: int, pa
         assert (
             sum(
                 (array == 7).sum()
-                for pools in (cache.device_pools, cache.host_pools)
+                for pools in (cache.memory.device_pools, cache.memory.host_pools)
                 for parts in pools
                 for array in parts
             )
@@ -71,7 +71,7 @@ def test_a_view_keeps_the_memory_of_its_part_and_no_other(place: tuple[int, int]
         return raw
 
     cache = open_groups(device_memory=give)
-    view = np.from_dlpack(cache.export(group=place[0], part=place[1]))
+    view = np.from_dlpack(cache.memory.export(group=place[0], part=place[1]))
     cache.close(force=True)
     del cache
     gc.collect()
@@ -92,13 +92,13 @@ def test_what_is_exported_is_named() -> None:
             ({"group": 0, "part": None}, TypeError, "part: .*None"),
         ):
             with pytest.raises(error, match=message):
-                cache.export(**arguments)  # type: ignore[arg-type]
+                cache.memory.export(**arguments)  # type: ignore[arg-type]
 
 
 def test_one_group_needs_no_name() -> None:
     with KVCacheManager(groups=[FULL], device_blocks=[6], device="cpu") as cache:
-        assert np.asarray(cache.export(part=1)).ctypes.data == cache.device_pools[0][1].ctypes.data
-        assert np.asarray(cache.export()).ctypes.data == cache.device_pools[0][0].ctypes.data
+        assert np.asarray(cache.memory.export(part=1)).ctypes.data == cache.memory.device_pools[0][1].ctypes.data
+        assert np.asarray(cache.memory.export()).ctypes.data == cache.memory.device_pools[0][0].ctypes.data
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -106,7 +106,7 @@ def test_one_group_needs_no_name() -> None:
 def test_kv_is_copied_into_and_out_of_each_part(tier: str, group: int, part: int) -> None:
     layout = LAYOUTS[group, part]
     with open_groups() as cache:
-        pool = (cache.device_pools if tier == "device" else cache.host_pools)[group][part]
+        pool = (cache.memory.device_pools if tier == "device" else cache.memory.host_pools)[group][part]
         paged = PagedKV.of_pool(layout, pool, tier)
         assert (paged.blocks, paged.tokens_per_block) == (pool.nbytes // layout.block_bytes, T)
         slots = np.random.default_rng(0).permutation(paged.blocks * T)[:9]
@@ -142,8 +142,8 @@ def test_each_part_lies_in_memory_of_the_caller_and_works(device: str, as_functi
     }
     engine = GroupEngine([6, 6], [5, 5], device=device, **options)
     for (group, part), at_device, at_host in zip(PLACES, mine["device"], mine["host"], strict=True):
-        assert engine.cache.device_pools[group][part].ctypes.data == at_device.ctypes.data
-        assert engine.cache.host_pools[group][part].ctypes.data == at_host.ctypes.data
+        assert engine.cache.memory.device_pools[group][part].ctypes.data == at_device.ctypes.data
+        assert engine.cache.memory.host_pools[group][part].ctypes.data == at_host.ctypes.data
     requests(engine)
     assert engine.findings() == []
     assert all(array.any() for arrays in mine.values() for array in arrays), "it was used, and stays"

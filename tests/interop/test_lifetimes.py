@@ -36,7 +36,7 @@ THROUGH: list[Callable[[Export], Any]] = [
 @pytest.mark.parametrize("through", THROUGH)
 def test_a_pool_does_not_close_under_a_view_and_closes_after_it(through: Any, tier: str) -> None:
     cache = open_pool()
-    export = cache.export(tier)
+    export = cache.memory.export(tier)
     view, other = through(export), np.asarray(export[1])
     with pytest.raises(PoolBusy, match=r"views of exported memory live: 2; .*close\(force=True\)"):
         cache.close()
@@ -53,7 +53,7 @@ def test_a_pool_does_not_close_under_a_view_and_closes_after_it(through: Any, ti
 
 def test_a_forced_close_says_what_it_left_and_the_memory_stays_until_the_last_view() -> None:
     cache = open_pool()
-    view = np.from_dlpack(cache.export())
+    view = np.from_dlpack(cache.memory.export())
     view[...] = 5
     report = cache.close(force=True)
     assert cache.close() is report and cache.closed
@@ -65,7 +65,7 @@ def test_a_forced_close_says_what_it_left_and_the_memory_stays_until_the_last_vi
 
 def test_a_view_in_a_cycle_that_nobody_reaches_is_none() -> None:
     cache = open_pool()
-    cycle: list[Any] = [np.from_dlpack(cache.export())]
+    cycle: list[Any] = [np.from_dlpack(cache.memory.export())]
     cycle.append(cycle)
     del cycle
     assert not any(cache.close())
@@ -73,10 +73,10 @@ def test_a_view_in_a_cycle_that_nobody_reaches_is_none() -> None:
 
 def test_leaving_the_with_statement_closes_and_complains() -> None:
     with pytest.raises(KVPoolError, match="1 view of exported memory"), open_pool() as cache:
-        view = np.from_dlpack(cache.export())
+        view = np.from_dlpack(cache.memory.export())
     assert cache.closed and not view.any()
     with pytest.raises(ZeroDivisionError), open_pool() as cache:
-        view = np.from_dlpack(cache.export())
+        view = np.from_dlpack(cache.memory.export())
         raise ZeroDivisionError
     assert cache.closed and not view.any()
 
@@ -90,7 +90,7 @@ def test_force_is_true_or_false(force: Any) -> None:
 def test_a_view_of_the_sim_device_counts_as_any_other() -> None:
     device = SimDevice(0)
     cache = open_pool(device=device)
-    view = np.asarray(cache.export())
+    view = np.asarray(cache.memory.export())
     with pytest.raises(PoolBusy):
         cache.close()
     del view
@@ -104,7 +104,7 @@ def test_a_deleter_may_be_called_by_a_thread_without_the_interpreter(version: An
     ends."""
     cache = open_pool()
     name = b"dltensor_versioned" if version else b"dltensor"
-    capsule = cache.export().__dlpack__(max_version=version)
+    capsule = cache.memory.export().__dlpack__(max_version=version)
     rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
     pointer = dlpack._pointer(capsule, name)
     # After the tensor come the manager and the deleter; a versioned one has them in its head.
@@ -127,7 +127,7 @@ def test_a_deleter_may_be_called_by_a_thread_without_the_interpreter(version: An
 
 def test_threads_that_take_and_drop_views_meet_a_close_without_harm() -> None:
     cache = open_pool()
-    export, errors, stop = cache.export("host"), [], threading.Event()
+    export, errors, stop = cache.memory.export("host"), [], threading.Event()
 
     def take() -> None:
         try:
@@ -176,7 +176,7 @@ from tests.interop.arrays import open_pool
 
 print("views outlive a forced close and are read and dropped by other threads", flush=True)
 cache = open_pool()
-views = [np.from_dlpack(cache.export(tier)) for tier in ("device", "host") for _ in range(8)]
+views = [np.from_dlpack(cache.memory.export(tier)) for tier in ("device", "host") for _ in range(8)]
 for view in views:
     view[...] = 3
 cache.close(force=True)
@@ -190,15 +190,15 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 
 print("a pool is dropped without a close", flush=True)
-view = np.from_dlpack(open_pool().export())
+view = np.from_dlpack(open_pool().memory.export())
 gc.collect()
 view[...] = 4
 assert (view == 4).all()
 
 print("the interpreter ends while views live", flush=True)
 kept = open_pool()
-builtins.kept = np.from_dlpack(kept.export()), np.asarray(kept.export("host"))
-builtins.capsule = kept.export().__dlpack__(max_version=(1, 0))
+builtins.kept = np.from_dlpack(kept.memory.export()), np.asarray(kept.memory.export("host"))
+builtins.capsule = kept.memory.export().__dlpack__(max_version=(1, 0))
 
 print("jax holds a view to the end", flush=True)
 try:
@@ -207,7 +207,7 @@ except ImportError:
     pass
 else:
     cache = open_pool()
-    held = jax.dlpack.from_dlpack(cache.export("device"))
+    held = jax.dlpack.from_dlpack(cache.memory.export("device"))
     cache.close(force=True)
     del cache
     gc.collect()
@@ -218,7 +218,7 @@ taken = open_pool()
 began = threading.Event()
 def take():
     while True:
-        np.from_dlpack(taken.export()).sum()
+        np.from_dlpack(taken.memory.export()).sum()
         began.set()
 threading.Thread(target=take, daemon=True).start()
 assert began.wait(600)
@@ -238,7 +238,7 @@ def test_a_pool_that_nobody_holds_gives_its_memory_back_at_once() -> None:
     gc.disable()
     try:
         cache = open_pool()
-        export = cache.export("host")
+        export = cache.memory.export("host")
         view = np.asarray(export)
         memory = [weakref.ref(cache._pools.flat("device")), weakref.ref(cache._pools.flat("host"))]
         del cache, export

@@ -288,14 +288,14 @@ def test_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> N
 def test_tiers_of_a_pool_are_gathered_and_scattered_on_the_cpu(order: str, tokens: str, tier: str) -> None:
     layout = BlockLayout(2, 3, 8, 4, order=order, tokens=tokens)
     with kvpool.KVCacheManager(layout, device_blocks=6, host_blocks=5, device="cpu") as pool:
-        memory = pool.device_pool if tier == "device" else pool.host_pool
+        memory = pool.memory.device_pool if tier == "device" else pool.memory.host_pool
         memory.view(np.uint16)[...] = np.random.default_rng(0).integers(0, 2**16, memory.shape)
         cache = PagedKV.of_pool(layout, memory, tier)
         out = np.zeros((2, 2, 3, 3 * 8), np.float16)
         gather_kv(cache, np.array([17, -1, 5]), out)
         for t, slot in ((0, 17), (2, 5)):
             block = slot // 4 + (6 if tier == "host" else 0)
-            view = reference.block_view(layout, pool.device_pool, pool.host_pool, block)[:, :, slot % 4]
+            view = reference.block_view(layout, pool.memory.device_pool, pool.memory.host_pool, block)[:, :, slot % 4]
             np.testing.assert_array_equal(
                 out[:, :, t].view(np.uint16), view.swapaxes(0, 1).reshape(2, 2, 24).view(np.uint16)
             )

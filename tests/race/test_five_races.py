@@ -95,7 +95,7 @@ def load_a_chunk(seed: int, progress: float) -> tuple[list[str], list[str]]:
     tokens = np.stack(lab.expected.of((None, None), [(token, 0) for token in prompt]))
     tokens[:8] ^= 1
     chunk = np.ascontiguousarray(tokens.transpose(2, 1, 0, 3, 4)).view(lab.cache.layout.storage_dtype)
-    paged = PagedKV.of_pool(lab.cache.layout, lab.cache.device_pool)
+    paged = PagedKV.of_pool(lab.cache.layout, lab.cache.memory.device_pool)
     slots = np.array([table[i // 4] * 4 + i % 4 for i in range(12)])
 
     def arrive() -> None:

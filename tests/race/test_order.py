@@ -205,7 +205,7 @@ def small_case(guard: str | None) -> Callable[[SimDevice], None]:
             engine = device.create_stream("engine")
 
             def write(value: int) -> None:
-                cache.device_pool[...] = value
+                cache.memory.device_pool[...] = value
 
             def compute(tokens: list[int], value: int) -> None:
                 sequence = cache.add_sequence(tokens, stream=engine)
@@ -217,7 +217,7 @@ def small_case(guard: str | None) -> Callable[[SimDevice], None]:
             cache.add_sequence([2], stream=engine)
             device.launch(engine, lambda: write(9), writes=[(0, 0, 1)])
             with cache.pin(cache.block_keys([1]), tier="host"):
-                assert (cache.host_pool == 7).all()
+                assert (cache.memory.host_pool == 7).all()
         finally:
             cache.close()
 

@@ -61,7 +61,7 @@ class Lab:
         self.wrong: list[str] = []
 
     def bytes_of(self, block: int) -> Any:
-        return self.cache.device_pools[self.g][0][block].reshape(-1)
+        return self.cache.memory.device_pools[self.g][0][block].reshape(-1)
 
     def rows(self, ids: list[int]) -> Any:
         """The blocks of the recurrent group as the device wants them."""

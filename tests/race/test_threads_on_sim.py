@@ -110,7 +110,9 @@ class Crew:
         data = []
         for i in range(len(keys.keys)):
             block = np.zeros(lab.cache.layout.block_bytes, np.uint8)
-            view = block.view(lab.cache.layout.storage_dtype).reshape(lab.cache.host_pool.shape[1:]).view(np.uint8)
+            view = (
+                block.view(lab.cache.layout.storage_dtype).reshape(lab.cache.memory.host_pool.shape[1:]).view(np.uint8)
+            )
             for slot in range(T):
                 view[:, :, slot] = expected[i * T + slot]
             data.append(block)

@@ -171,7 +171,7 @@ def test_single_blocks_of_a_group_come_whole_in_the_order_of_their_keys(open_: O
     keys = there.prompt(TOKENS).keys[[7, 1, 5]]
     with there.cache.pin(keys, tier="host", group=group) as lease:
         rows = lease.blocks - there.cache.groups[group].first_host_block
-        host = there.cache.host_pools[group]
+        host = there.cache.memory.host_pools[group]
         expected = [b"".join(part[row].tobytes() for part in host) for row in rows]
         assert (lease.groups == group).all()
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:

@@ -205,7 +205,7 @@ def test_bytes_that_change_without_the_pool_are_found_at_release() -> None:
     trace = native((block(0) + [7], None), (block(50) + [7], None))
 
     def overwrite(_: int) -> None:
-        replay.cache.device_pool.view(np.uint8)[...] ^= 1
+        replay.cache.memory.device_pool.view(np.uint8)[...] ^= 1
 
     with Replay(trace, ReplayConfig(SMALL, 32, active=1, verify=True, device="cpu"), progress=overwrite) as replay:
         with pytest.raises(VerificationError, match="request 0 .*was overwritten while in use"):

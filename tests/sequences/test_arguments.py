@@ -574,8 +574,8 @@ def test_everything_but_stats_and_close_is_refused_by_a_closed_pool(busy: Busy) 
         cache.reset,
         lambda: cache.reset(force=True),
         lease.close,
-        lambda: cache.device_pool,
-        lambda: cache.host_pool,
+        lambda: cache.memory.device_pool,
+        lambda: cache.memory.host_pool,
     ]
     for call in calls:
         refused(cache, call, PoolClosed, "")

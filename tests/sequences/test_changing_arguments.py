@@ -289,8 +289,8 @@ def test_a_number_that_says_it_is_an_ellipsis_is_a_number(make: Make) -> None:
         __hash__ = int.__hash__
 
     cache = make().cache
-    export = cache.export("device")
-    assert np.shares_memory(np.asarray(export[tuple(Equal(0) for _ in export.shape)]), cache.device_pool)
+    export = cache.memory.export("device")
+    assert np.shares_memory(np.asarray(export[tuple(Equal(0) for _ in export.shape)]), cache.memory.device_pool)
 
 
 class Number:
@@ -403,7 +403,7 @@ def test_a_fork_that_must_be_refused_allocates_nothing(make: Make) -> None:
 )
 def test_an_index_that_names_nothing_is_an_index_error(make: Make, index: Any) -> None:
     with pytest.raises(IndexError):
-        make().cache.export("device")[index]
+        make().cache.memory.export("device")[index]
 
 
 def test_a_request_with_fewer_ids_than_tokens_is_refused() -> None:

@@ -39,7 +39,7 @@ class Counting(WrappedDevice):
 
 
 def everything(cache: KVCacheManager) -> Any:
-    return debug.dump(cache.core.tokens), cache.core.transfer._decided, cache.device_pool.tobytes()
+    return debug.dump(cache.core.tokens), cache.core.transfer._decided, cache.memory.device_pool.tobytes()
 
 
 def fork(engine: Engine, parent: Request) -> Request:

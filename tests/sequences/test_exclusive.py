@@ -217,7 +217,7 @@ def test_all_other_calls_are_refused_by_name_and_change_nothing() -> None:
 def test_calls_of_other_objects_are_refused_too() -> None:
     desk = Desk("cpu")
     desk.ready()
-    cache, loads, export = desk.cache, desk.cache.layer_loads(), desk.cache.export("host")
+    cache, loads, export = desk.cache, desk.cache.layer_loads(), desk.cache.memory.export("host")
     before = picture(cache)
     for call, name in (
         (desk.reservation.commit, "commit"),

@@ -380,7 +380,7 @@ def test_a_state_is_read_after_what_wrote_it_on_the_stream_that_asked(named: boo
     cache = KVCacheManager(groups=groups, tokens_per_block=4, device_blocks=[4], device=device, max_sequences=2)
     sequence = cache.add_sequence(A[:3], stream=writer)
     block = int(cache.tables.state_blocks(sequence)[0, 1])
-    device.launch(writer, lambda: cache.device_pool.__setitem__((0, 0, block), 1), writes=[(block, 0, 1)])
+    device.launch(writer, lambda: cache.memory.device_pool.__setitem__((0, 0, block), 1), writes=[(block, 0, 1)])
     cache.commit(sequence, stream=writer)
     assert cache.tables.state_blocks(sequence, stream=reader if named else None).tolist() == [[block, block]]
     with nullcontext() if named else pytest.raises(RaceError, match="nothing orders two accesses"):

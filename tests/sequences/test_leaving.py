@@ -65,7 +65,7 @@ def test_a_pool_that_is_dropped_names_what_it_held() -> None:
 
 def test_a_view_of_exported_memory_is_held_too() -> None:
     pool = opened()
-    export = pool.export("device")
+    export = pool.memory.export("device")
     with pytest.warns(ResourceWarning, match="^the pool was closed while it held 1 view of exported memory"), pool:
         view = np.from_dlpack(export)
     del view

@@ -95,8 +95,8 @@ def own_pool(pipe: Connection) -> None:
     """Has a pool, shares it, and lives until it is killed."""
     layout = kvpool.BlockLayout(2, 2, 8, 4, dtype="uint16")
     cache = kvpool.KVCacheManager(layout, device_blocks=4, device="cpu", shared=True)
-    cache.device_pool[...] = 7
-    pipe.send(cache.share())
+    cache.memory.device_pool[...] = 7
+    pipe.send(cache.memory.share())
     time.sleep(600)
 
 

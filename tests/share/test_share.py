@@ -66,8 +66,8 @@ def in_a_fork(run: Callable[[], object]) -> int:
     [lambda description: description, lambda description: pickle.loads(pickle.dumps(description)), SharedTier.to_json],
 )
 def test_an_attachment_is_the_tier_in_place(device: str, tier: str, channel: Any) -> None:
-    with open_pool(device) as cache, attach(channel(cache.share(tier))) as attached:
-        pool = cache.device_pool if tier == "device" else cache.host_pool
+    with open_pool(device) as cache, attach(channel(cache.memory.share(tier))) as attached:
+        pool = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
         assert (attached.pool.shape, attached.pool.dtype) == (pool.shape, pool.dtype) and not np.shares_memory(
             attached.pool, pool
         )
@@ -85,8 +85,8 @@ def test_every_group_and_part_has_its_array() -> None:
     groups = [LayerGroup(wide), LayerGroup(BlockLayout(3, 1, 8, 4, planes=1), window=8)]
     options: dict[str, Any] = {"device": "cpu", "shared": True, "max_sequence_tokens": 64}
     with KVCacheManager(groups=groups, device_blocks=[6, 7], host_blocks=[5, 0], **options) as cache:
-        for tier, pools in (("device", cache.device_pools), ("host", cache.host_pools)):
-            with attach(cache.share(tier)) as attached:
+        for tier, pools in (("device", cache.memory.device_pools), ("host", cache.memory.host_pools)):
+            with attach(cache.memory.share(tier)) as attached:
                 assert [[p.shape for p in parts] for parts in attached.pools] == [
                     [p.shape for p in parts] for parts in pools
                 ]
@@ -105,12 +105,12 @@ def test_every_group_and_part_has_its_array() -> None:
 
 def test_the_fingerprint_is_that_of_the_arrays() -> None:
     with open_pool() as pool, open_pool() as same, open_pool(device_blocks=7) as longer:
-        assert pool.share().fingerprint == same.share().fingerprint
+        assert pool.memory.share().fingerprint == same.share().fingerprint
         with KVCacheManager(
             dataclasses.replace(LAYOUT, order="block_first"), device_blocks=6, device="cpu", shared=True
         ) as other:
-            fingerprints = [cache.share().fingerprint for cache in (pool, longer, other)] + [
-                pool.share("host").fingerprint
+            fingerprints = [cache.memory.share().fingerprint for cache in (pool, longer, other)] + [
+                pool.memory.share("host").fingerprint
             ]
     assert len(set(fingerprints)) == 4
 
@@ -121,8 +121,8 @@ def test_a_shared_pool_serves_as_any_other() -> None:
             for first in (0, 100, 200):
                 sequence = cache.add_sequence(list(range(first, first + 17)))
                 table, cached = cache.block_table(sequence).dense()[0], int(cache.cached_tokens(sequence))
-                assert (cache.device_pool[:, :, table[: cached // 4]] == first + 1).all()
-                cache.device_pool[:, :, table[cached // 4 :]] = first + 1
+                assert (cache.memory.device_pool[:, :, table[: cached // 4]] == first + 1).all()
+                cache.memory.device_pool[:, :, table[cached // 4 :]] = first + 1
                 cache.commit(sequence)
                 cache.release(sequence)
         assert cache.stats().onboarded_blocks
@@ -137,21 +137,21 @@ def test_memory_that_others_cannot_open_is_refused_by_name(device: str) -> None:
     mine = np.frombuffer(mmap.mmap(-1, 6 * LAYOUT.block_bytes), np.uint8)
     with open_pool(device, device_memory=mine) as cache:
         with pytest.raises(ValueError, match="shared=True took itself, which alone can be shared"):
-            cache.share()
-        cache.share("host")
+            cache.memory.share()
+        cache.memory.share("host")
     with (
         open_pool(device, shared=False) as cache,
         pytest.raises(ValueError, match="shared=True took itself, which alone can be shared"),
     ):
-        cache.share()
+        cache.memory.share()
     with open_pool(device, host_blocks=0) as cache:
-        cache.share()
+        cache.memory.share()
         with pytest.raises(ValueError, match="expected one with blocks"):
-            cache.share("host")
+            cache.memory.share("host")
         with pytest.raises(ValueError, match="tier: .*'gpu'"):
-            cache.share("gpu")
+            cache.memory.share("gpu")
     with pytest.raises(PoolClosed):
-        cache.share()
+        cache.memory.share()
 
 
 def test_shared_is_a_bool() -> None:
@@ -173,8 +173,8 @@ def drop(cache: KVCacheManager) -> None:
 @pytest.mark.parametrize("end", [close, drop])
 def test_a_pool_that_is_gone_says_so_and_what_was_attached_stays(end: Callable[[KVCacheManager], None]) -> None:
     cache = open_pool()
-    cache.device_pool[...] = 9
-    shared, host = cache.share(), cache.share("host")
+    cache.memory.device_pool[...] = 9
+    shared, host = cache.memory.share(), cache.memory.share("host")
     attached = attach(shared)
     end(cache)
     del cache
@@ -184,8 +184,8 @@ def test_a_pool_that_is_gone_says_so_and_what_was_attached_stays(end: Callable[[
             attach(description)
     assert not attached.alive and (attached.pool == 9).all()
     with next_descriptor_is(shared.sign.fd), open_pool() as another:
-        fds = {another.share(tier).groups[0].parts[0].memory.fd for tier in ("device", "host")} | {
-            another.share().sign.fd
+        fds = {another.memory.share(tier).groups[0].parts[0].memory.fd for tier in ("device", "host")} | {
+            another.memory.share().sign.fd
         }
         assert shared.sign.fd in fds, "its number means other memory now"
         with pytest.raises(PoolClosed, match="the pool is gone"):
@@ -205,7 +205,7 @@ def next_descriptor_is(number: int) -> Iterator[None]:
 
 def test_a_pool_that_is_closed_under_a_view_is_gone_for_others() -> None:
     cache = open_pool()
-    shared, view = cache.share(), cache.device_pool
+    shared, view = cache.memory.share(), cache.memory.device_pool
     places = [shared.sign, shared.groups[0].parts[0].memory]
     assert all(is_there(shared.pid, place) for place in places)
     cache.close()
@@ -218,10 +218,10 @@ def test_a_pool_that_is_closed_under_a_view_is_gone_for_others() -> None:
 def test_memory_that_was_given_back_is_not_opened_under_its_number() -> None:
     """Between a look at the pool's sign and the opening of its memory."""
     with open_pool() as cache:
-        shared = cache.share()
+        shared = cache.memory.share()
     place = shared.groups[0].parts[0].memory
     with open_pool() as other:
-        used = other.share().groups[0].parts[0].memory
+        used = other.memory.share().groups[0].parts[0].memory
         assert place.fd == used.fd
         with pytest.raises(PoolClosed):
             open_shared(shared.pid, place, 6 * LAYOUT.block_bytes)
@@ -245,15 +245,15 @@ def test_a_loader_that_is_killed_leaves_the_pool_whole(spawn: Spawn) -> None:
     with open_pool() as cache:
         held = cache.add_sequence(list(range(9)))
         table = cache.block_table(held).dense()[0]
-        cache.device_pool[:, :, table] = 4
+        cache.memory.device_pool[:, :, table] = 4
         reservation = cache.reserve(list(range(100, 108)), owner="loader")
         loader = spawn(hold)
-        loader.send((cache.share(), reservation.blocks, 5))
+        loader.send((cache.memory.share(), reservation.blocks, 5))
         assert loader.recv() is True
-        while not (cache.device_pool[:, :, reservation.blocks] == 5).all():
+        while not (cache.memory.device_pool[:, :, reservation.blocks] == 5).all():
             pass
         loader.kill()
-        assert (cache.device_pool[:, :, table] == 4).all()
+        assert (cache.memory.device_pool[:, :, table] == 4).all()
         assert [reservation.owner for reservation in cache.reservations] == ["loader"] and cache.revoke("loader") == 1
         assert cache.match_prefix([*range(100, 108), 1]).tokens == 0
         cache.verify()
@@ -268,7 +268,7 @@ def test_a_loader_that_is_killed_leaves_the_pool_whole(spawn: Spawn) -> None:
 def test_a_process_of_another_user_is_refused(spawn: Spawn) -> None:
     with open_pool() as cache:
         other = spawn(attach_as_nobody)
-        other.send(cache.share())
+        other.send(cache.memory.share())
         assert other.recv().startswith(
             f"PermissionError: process {os.getpid()} has the pool and belongs to another user"
         )
@@ -277,21 +277,23 @@ def test_a_process_of_another_user_is_refused(spawn: Spawn) -> None:
 def test_the_memory_is_for_its_user_alone_and_nobody_cuts_it_off() -> None:
     with open_pool() as cache:
         for tier in ("device", "host"):
-            path = f"/proc/{os.getpid()}/fd/{cache.share(tier).groups[0].parts[0].memory.fd}"
+            path = f"/proc/{os.getpid()}/fd/{cache.memory.share(tier).groups[0].parts[0].memory.fd}"
             assert os.stat(path).st_mode & 0o777 == 0o600
             fd = os.open(path, os.O_RDWR)
             for size in (0, 1 << 20):
                 with pytest.raises(PermissionError):
                     os.ftruncate(fd, size)
             os.close(fd)
-            assert not os.get_inheritable(cache.share(tier).groups[0].parts[0].memory.fd)
-        cache.host_pool[...] = 1
+            assert not os.get_inheritable(cache.memory.share(tier).groups[0].parts[0].memory.fd)
+        cache.memory.host_pool[...] = 1
 
 
 def test_names_are_new_each_time() -> None:
     with open_pool() as pool, open_pool() as other:
         names = [
-            cache.share(tier).groups[0].parts[0].memory.name for cache in (pool, other) for tier in ("device", "host")
+            cache.memory.share(tier).groups[0].parts[0].memory.name
+            for cache in (pool, other)
+            for tier in ("device", "host")
         ]
     assert len(set(names)) == 4 and all(len(name) == len("kvpool-") + 32 for name in names)
 
@@ -301,8 +303,8 @@ def test_names_are_new_each_time() -> None:
 
 def test_an_attachment_that_is_closed_gives_nothing_and_its_views_live() -> None:
     with open_pool() as cache:
-        cache.device_pool[...] = 6
-        attached = attach(cache.share())
+        cache.memory.device_pool[...] = 6
+        attached = attach(cache.memory.share())
         view = attached.pool[0, 1]
         with attached:
             assert not attached.closed
@@ -311,7 +313,7 @@ def test_an_attachment_that_is_closed_gives_nothing_and_its_views_live() -> None
             attached.pools  # noqa: B018
         attached.close()
         assert (view == 6).all()
-        cache.device_pool[...] = 7
+        cache.memory.device_pool[...] = 7
         assert (view == 7).all()
 
 
@@ -319,10 +321,10 @@ def test_nothing_is_kept_open() -> None:
     before = descriptors()
     cache = open_pool()
     for _ in range(20):
-        attach(cache.share()).close()
-        attach(cache.share("host")).close()
+        attach(cache.memory.share()).close()
+        attach(cache.memory.share("host")).close()
         with pytest.raises(ValueError, match="expected exactly"):
-            shared = cache.share()
+            shared = cache.memory.share()
             attach(dataclasses.replace(shared, groups=(shared.groups[0]._replace(blocks=5),)))
     assert len(descriptors() - before) <= 6, "two descriptors for each tier, and for the sign"
     cache.close()
@@ -334,7 +336,7 @@ def test_nothing_is_kept_open() -> None:
 
 def test_a_forked_child_attaches_and_uses_what_was_attached() -> None:
     with open_pool() as cache:
-        shared = cache.share()
+        shared = cache.memory.share()
         attached = attach(shared)
 
         def write() -> None:
@@ -343,18 +345,18 @@ def test_a_forked_child_attaches_and_uses_what_was_attached() -> None:
                 mine.pool[:, :, 2] = 12
 
         assert in_a_fork(write) == 0
-        assert cache.device_pool[0, 0, :, 0, 0, 0].tolist() == [0, 11, 12, 0, 0, 0]
+        assert cache.memory.device_pool[0, 0, :, 0, 0, 0].tolist() == [0, 11, 12, 0, 0, 0]
         assert attached.alive and (attached.pool[:, :, 1] == 11).all()
 
 
 def test_a_forked_child_cannot_write_into_the_pool_of_its_parent() -> None:
     with open_pool() as cache:
-        assert in_a_fork(lambda: cache.device_pool.fill(13)) == -signal.SIGSEGV
-        assert not cache.device_pool.any()
+        assert in_a_fork(lambda: cache.memory.device_pool.fill(13)) == -signal.SIGSEGV
+        assert not cache.memory.device_pool.any()
         cache.close()
     with open_pool(shared=False) as cache:
-        assert in_a_fork(lambda: cache.device_pool.fill(13)) == 0
-        assert not cache.device_pool.any()
+        assert in_a_fork(lambda: cache.memory.device_pool.fill(13)) == 0
+        assert not cache.memory.device_pool.any()
 
 
 # ----------------------------------------
@@ -405,7 +407,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_description_that_is_none_is_refused(case: str) -> None:
     fields, message = WRONG[case]
     with open_pool() as cache:
-        text = changed(cache.share(), **fields)
+        text = changed(cache.memory.share(), **fields)
         with pytest.raises(ValueError, match="description") as caught:
             attach(text)
         assert message in str(caught.value)
@@ -419,7 +421,7 @@ def test_text_that_is_not_a_description_is_refused(text: str) -> None:
 
 def test_text_that_is_too_long_is_not_read() -> None:
     with open_pool() as cache:
-        text = cache.share().to_json()
+        text = cache.memory.share().to_json()
         attach(text + " " * 1000)
         with pytest.raises(ValueError, match="expected up to .* characters, got "):
             attach(text + " " * (1 << 20))
@@ -433,7 +435,7 @@ def test_what_is_not_a_description_at_all_is_refused(given: Any) -> None:
 
 def test_a_description_that_was_made_by_hand_is_checked_too() -> None:
     with open_pool() as cache:
-        shared = cache.share()
+        shared = cache.memory.share()
         with pytest.raises(ValueError, match="pid: .*0"):
             attach(dataclasses.replace(shared, pid=0))
         with pytest.raises(ValueError, match="pid: .*0"):
@@ -442,7 +444,7 @@ def test_a_description_that_was_made_by_hand_is_checked_too() -> None:
 
 def test_memory_of_another_size_than_its_blocks_is_refused() -> None:
     with open_pool() as cache:
-        shared = cache.share()
+        shared = cache.memory.share()
         for blocks in (5, 7):
             wrong = dataclasses.replace(shared, groups=(shared.groups[0]._replace(blocks=blocks),))
             with pytest.raises(ValueError, match=f"expected exactly {blocks * LAYOUT.block_bytes}"):
@@ -451,7 +453,7 @@ def test_memory_of_another_size_than_its_blocks_is_refused() -> None:
 
 def test_a_pool_of_another_machine_or_pid_namespace_is_named() -> None:
     with open_pool() as cache:
-        shared = cache.share()
+        shared = cache.memory.share()
         for name, wrong in (("machine", "another"), ("namespace", 1)):
             with pytest.raises(ValueError, match=name):
                 attach(dataclasses.replace(shared, **{name: wrong}))
@@ -460,7 +462,7 @@ def test_a_pool_of_another_machine_or_pid_namespace_is_named() -> None:
 def test_memory_of_a_gpu_is_opened_in_another_process_that_has_the_gpu() -> None:
     memory = GpuMemory(b"\1" * 16, b"\0" * 64, 512)
     with open_pool() as cache:
-        shared = cache.share()
+        shared = cache.memory.share()
         gpu = dataclasses.replace(shared, groups=(SharedGroup(6, (SharedPart(LAYOUT, memory),)),))
         assert pickle.loads(pickle.dumps(gpu)).groups[0].parts[0].memory == memory
         with pytest.raises(ValueError, match="in this process"):

@@ -39,7 +39,7 @@ def make_lab() -> Iterator[Make]:
 
 def write(lab: Lab, table: Sequence[int], tokens: Sequence[int], start: int) -> None:
     """Another process brings tokens from ``start`` on. It declares nothing to the device: it does not know of it."""
-    with attach(lab.cache.share()) as there:
+    with attach(lab.cache.memory.share()) as there:
         expected = lab.expected.of((None, None), [(token, 0) for token in tokens])
         for i in range(start, len(tokens)):
             there.pool.view(np.uint8).reshape(*there.pool.shape[:-1], -1)[:, :, table[i // lab.T], i % lab.T] = (
@@ -146,7 +146,7 @@ def test_tokens_that_the_pool_has_and_those_after_the_end_of_a_reserved_prompt_a
     reservation = lab.cache.reserve(lab.prompt([X[0], 8, 9]))
     assert reservation.skip_prefix_n_tokens == 1
     first, last = reservation.blocks.tolist()
-    pool = lab.cache.device_pool
+    pool = lab.cache.memory.device_pool
     pool[:, :, first, 1], pool[:, :, last, 0] = 5, 5
     lab.sim.check()
     for block, token in ((first, 0), (last, 1)):
@@ -167,7 +167,7 @@ def test_a_loader_that_names_its_stream_declares_itself(make_lab: Make) -> None:
 def test_in_a_pool_that_is_not_shared_nobody_else_writes() -> None:
     with Lab(4, 0).cache as cache:
         reservation = cache.reserve([1, 2])
-        cache.device_pool[:, :, reservation.blocks] = 3
+        cache.memory.device_pool[:, :, reservation.blocks] = 3
         with pytest.raises(UndeclaredWrite):
             cache.core.device.check()  # type: ignore[attr-defined]
         reservation.abort()
@@ -242,13 +242,13 @@ def test_what_is_written_while_the_device_compares_is_not_taken_for_undeclared(
     compare, values = Shadow.differences, iter(range(1, 1000))
 
     def writes_first(self: Shadow, *blocks: Any) -> Any:
-        lab.cache.device_pool[:, :, block] = next(values)
+        lab.cache.memory.device_pool[:, :, block] = next(values)
         return compare(self, *blocks)
 
     monkeypatch.setattr(Shadow, "differences", writes_first)
     serve(lab, 100)
     lab.sim.check()
-    lab.cache.device_pool[:, :, lab.table(other)[0]] += 1
+    lab.cache.memory.device_pool[:, :, lab.table(other)[0]] += 1
     with pytest.raises(UndeclaredWrite, match=f"block {lab.table(other)[0]}"):
         lab.sim.check()
     monkeypatch.undo()
@@ -262,7 +262,7 @@ def test_every_group_declares_what_its_loader_writes() -> None:
     options: dict[str, Any] = {"device": sim, "shared": True, "max_sequence_tokens": 64, "secret": bytes(16)}
     with (
         KVCacheManager(groups=groups, device_blocks=[12, 12, 8, 4], **options) as cache,
-        attach(cache.share()) as there,
+        attach(cache.memory.share()) as there,
     ):
         reservation = cache.reserve(tokens, encoder_tokens=7)
         for group, layouts in enumerate(there.layouts):

@@ -23,7 +23,7 @@ def seed_block(engine: Engine, first: int, **options: Any) -> bytes:
 
 
 def host_view(engine: Engine, block: int) -> Any:
-    return engine.cache.host_pool[block - engine.cache.device_blocks]
+    return engine.cache.memory.host_pool[block - engine.cache.device_blocks]
 
 
 @pytest.mark.parametrize(("priority", "offloaded"), [(29, 0), (30, 1)])

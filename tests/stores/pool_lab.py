@@ -80,7 +80,7 @@ def write_all(cache: KVCacheManager, sequence: int, seed: int) -> None:
     """Write random bytes into the blocks of a sequence that it has not reused."""
     random = np.random.default_rng(seed)
     cached = int(cache.cached_tokens(sequence)) // 2
-    for group, pools in zip(cache.groups, cache.device_pools, strict=True):
+    for group, pools in zip(cache.groups, cache.memory.device_pools, strict=True):
         row = cache.block_table(sequence, group=group.index).dense()[0]
         for block in row[cached:]:
             for pool in pools if block >= 0 else ():
@@ -91,7 +91,7 @@ def write_all(cache: KVCacheManager, sequence: int, seed: int) -> None:
 def read_all(cache: KVCacheManager, keys: BlockKeys) -> dict[tuple[int, bytes], bytes]:
     """Return the bytes of the host copies of a prompt, by layer group and place."""
     contents = {}
-    for group, pools in zip(cache.groups, cache.host_pools, strict=True):
+    for group, pools in zip(cache.groups, cache.memory.host_pools, strict=True):
         for place, key in enumerate(keys.keys):
             lease = cache.find_and_pin_host(key, group=group.index)
             if lease is not None:

@@ -329,7 +329,7 @@ def machine(found: dict[str, Any]) -> list[Check]:
         checks.append(Check("copies", OK, f"as measured in {copies['file']}"))
     elif copies is not None:
         reason = f"chosen by rule: {copies['error'] or 'not measured'}"
-        checks.append(Check("copies", WARNING if copies["error"] else OK, reason, "call cache.calibrate() once"))
+        checks.append(Check("copies", WARNING if copies["error"] else OK, reason, "call cache.memory.calibrate() once"))
     chosen = f"{auto['device']}: {auto['because']}" if device == "auto" else "usable"
     status, reason = (OK, chosen) if found["usable"] else (FAILED, found["missing"] or auto["because"])
     return [*checks, Check(f"device {device}", status, reason)]

@@ -222,7 +222,7 @@ class Replay(Closing):
         )
         self._verifier: Verifier | None = None
         if config.verify:
-            pools = self._device.engine_pool(self.cache.device_pool), self.cache.host_pool
+            pools = self._device.engine_pool(self.cache.memory.device_pool), self.cache.memory.host_pool
             enqueue = None if self._device.synchronous else self._device.launch
             self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks, enqueue)
             self._device.verifier = self._verifier

@@ -17,8 +17,8 @@ with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
     lengths: list[int] = cache.sequence_length(ids).tolist()
     again: kvpool.BlockKeys = cache.keys_of(one)
     several: list[kvpool.BlockKeys] = cache.keys_of(ids)
-    shape: tuple[int, ...] = cache.device_pool.shape
-    cache.device_pool[0] = 0
+    shape: tuple[int, ...] = cache.memory.device_pool.shape
+    cache.memory.device_pool[0] = 0
     parts: int = cache.groups[0].device_blocks
     with cache.pin(keys) as lease:
         owner: str = lease.owner
@@ -37,7 +37,7 @@ cache.add_sequence([1], stream="s")  # wrong
 cache.pin("key")  # wrong
 cache.keys_of(one).append(1)  # wrong
 cache.sequence_length(ids) + "x"  # wrong
-print(cache.device_pool.no_such_name)  # wrong
+print(cache.memory.device_pool.no_such_name)  # wrong
 cache.groups.append(group)  # wrong
 kvpool.KVCacheManager(groups=layout, device_blocks=8)  # wrong
 kvpool.KVCacheManager(layout, device_blocks="8")  # wrong
