@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from kvpool.hostcache.identity import ModelIdentity as ModelIdentity
     from kvpool.hostcache.tier import HostTier as HostTier
     from kvpool.hostcache.warming import warm_up as warm_up
+    from kvpool.opening import open as open
+    from kvpool.opening import open_host_cache as open_host_cache
     from kvpool.pool.config import LayerGroup as LayerGroup
     from kvpool.pool.keys import Admission as Admission
     from kvpool.pool.keys import BlockKeys as BlockKeys
@@ -51,6 +53,7 @@ _NAMES = {
     "kvpool.hostcache.identity": "ModelIdentity",
     "kvpool.hostcache.tier": "HostTier",
     "kvpool.hostcache.warming": "warm_up",
+    "kvpool.opening": "open open_host_cache",
     "kvpool.pool.config": "LayerGroup",
     "kvpool.pool.keys": "Admission BlockKeys Match",
     "kvpool.pool.leases": "Lease",

@@ -25,10 +25,11 @@ from kvpool.storage.circuit_breaker import BreakerStats
 from kvpool.storage.host_cache_adapter import HostCacheAdapter, StoreChange
 from kvpool.storage.key_loads import KeyLoads
 from kvpool.storage.recovery import Recovery
-from kvpool.storage.store import NO_LIMIT, Store, store_argument
+from kvpool.storage.store import NO_LIMIT, Store
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_worker import PATIENCE_SECONDS, StoreWorker
 from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, SaveMode, TierStorage, open_workers
+from kvpool.storage.urls import open_stores
 
 Keys = Iterable[bytes]
 UNREAD_SECONDS = 10.0
@@ -145,7 +146,7 @@ class HostStorageManager(Closing):
         self,
         cache: HostCache,
         tier: HostTier,
-        stores: Sequence[Store],
+        stores: Sequence[Store | str],
         *,
         identity: ModelIdentity | None = None,
         save: SaveMode = COMMIT,
@@ -169,8 +170,7 @@ class HostStorageManager(Closing):
         load_seconds = number_argument("load_seconds", load_seconds)
         save_seconds = number_argument("save_seconds", save_seconds)
         retry_seconds = number_argument("retry_seconds", retry_seconds)
-        chosen_stores, whose = list_argument("stores", stores), cache.identity
-        store_list = [store_argument(f"stores[{place}]", store) for place, store in enumerate(chosen_stores)]
+        store_list, whose = open_stores(stores), cache.identity
         if identity is not None:
             whose = identity_argument(identity)
             check_identity(whose, cache.identity.layouts)

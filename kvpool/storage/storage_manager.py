@@ -17,14 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvpool.common.arguments import (
-    Namespace,
-    bool_argument,
-    list_argument,
-    namespace_argument,
-    number_argument,
-    token_array,
-)
+from kvpool.common.arguments import Namespace, bool_argument, namespace_argument, number_argument, token_array
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.arrays.strided import in_numpy
@@ -51,12 +44,12 @@ from kvpool.storage.pool_adapter import (
     split,
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
-from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store, store_argument
+from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.store_worker import StoreWorker
 from kvpool.storage.tier_storage import COMMIT, EVICT, SAVES, SaveMode, TierStorage, open_workers
-from kvpool.storage.urls import open_store
+from kvpool.storage.urls import open_stores
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the storage manager looks at its prefetches again."""
@@ -542,8 +535,7 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
 
 
 def _stores_argument(stores: object) -> list[Store]:
-    given = [open_store(store) if isinstance(store, str) else store for store in list_argument("stores", stores)]
-    opened = [store_argument(f"stores[{place}]", store) for place, store in enumerate(given)]
+    opened = open_stores(stores)
     names = [store.name for store in opened]
     if not 1 <= len(opened) <= 16 or len(set(names)) < len(names):
         raise ValueError(f"stores: expected 1 to 16 stores with different names, got {names!r:.80}")

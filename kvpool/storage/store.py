@@ -94,6 +94,8 @@ class Store(ABC):
     row_padding : int, default 0
         Bytes after each row that the store can use, up to 1 MiB: see ``Space``. Rows that are made for this store alone
         have them.
+    url : str, default ""
+        The text that the store was opened from, for messages. ``open_store`` sets it.
 
     Notes
     -----
@@ -153,6 +155,7 @@ class Store(ABC):
     persistent: bool = True
     indexed: bool = False
     row_padding: int = 0
+    url: str = ""
 
     @property
     def secret(self) -> bytes:

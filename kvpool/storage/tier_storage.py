@@ -22,6 +22,7 @@ from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import NO_LIMIT, OK, Bytes, Rows, Store
 from kvpool.storage.store_requests import FIND, SAVE, Lend, StoreRequest
 from kvpool.storage.store_worker import StoreWorker
+from kvpool.storage.urls import naming, place_of
 
 Block = TypeVar("Block", bound=Hashable)
 Lease = TypeVar("Lease")
@@ -554,9 +555,11 @@ def open_workers(stores: Sequence[Store], worker_of: Callable[[Store], StoreWork
     """Open the stores: all, or none."""
     workers: list[StoreWorker] = []
     try:
-        workers.extend(map(worker_of, stores))
+        for place, store in enumerate(stores):
+            with naming(place_of(store, place)):
+                workers.append(worker_of(store))
     except BaseException:
-        for worker in workers:
+        for worker in reversed(workers):
             worker.close(call_back=False)
         raise
     return workers

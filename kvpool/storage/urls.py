@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl
 
-from kvpool.common.arguments import text_argument
+from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.sizes import parse_size
 from kvpool.errors import did_you_mean
 from kvpool.storage.store import Store, store_argument
@@ -80,7 +81,40 @@ def open_store(text: str, **names: str | int | None) -> Store:
         opened = make(*([place] if place else []), **options)
     except TypeError as error:
         raise ValueError(f"store: expected a text that can be opened, got {text!r:.80}: {error}") from None
-    return store_argument("store", opened)
+    store = store_argument("store", opened)
+    store.url = str(text)
+    return store
+
+
+def open_stores(stores: object) -> list[Store]:
+    """The stores of a list that may have texts. Raises what ``open_store`` raises, with the place of the store in the
+    message."""
+    opened = list[Store]()
+    for place, store in enumerate(list_argument("stores", stores)):
+        with naming(f"stores[{place}]"):
+            new = open_store(store) if isinstance(store, str) else store
+        opened.append(store_argument(f"stores[{place}]", new))
+    return opened
+
+
+def place_of(store: Store, place: int) -> str:
+    """How a message names a store of a list."""
+    return f"stores[{place}] ({store.url or store!r:.200})"
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Begin the message of an exception that leaves the block with ``where``."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror is not None:
+            error.strerror = f"{where}: {error.strerror}"
+        elif isinstance(error, ImportError):
+            error.msg = f"{where}: {error.msg}"
+        elif error.args:
+            error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) -> None:

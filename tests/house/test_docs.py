@@ -181,6 +181,7 @@ NEEDS = {
     "cryptography": ("cryptography",),
     "kvpool.integrations.kv_events": ("msgspec", "zmq"),
     "kvpool.remote": ("zmq",),
+    "kvpool.open": ("cryptography",),
     "kvpool.storage": ("cryptography",),
     "kvpool.storage.backends.peer.peer_store": ("zmq",),
     "kvpool.integrations.metrics": ("prometheus_client",),

@@ -29,6 +29,7 @@ ROOMS = [
     "hostcache",
     "remote",
     "storage",
+    "opening",
     "",
     "integrations",
     "tools",
