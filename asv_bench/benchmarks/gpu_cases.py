@@ -24,7 +24,7 @@ from kvpool.common.arrays.layout import BlockLayout, PoolIds
 from kvpool.common.arrays.paged import PagedKV
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.base import Stream
-from kvpool.device.cuda.calibration import KERNELS, OFFLOAD, ONBOARD, always
+from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, always
 from kvpool.device.cuda.cuda_device import CudaDevice, describe_gpus, unusable
 from kvpool.device.cuda.cuda_memory import CHUNK_BYTES
 from kvpool.device.memory.kv_copy import gather_kv, scatter_kv
@@ -126,7 +126,6 @@ class Tiers:
 
     def __init__(self) -> None:
         self.nbytes, self.device = SIZES.tier_bytes, CudaDevice()
-        self.device.kernels = set(KERNELS)  # also kernels that are not proven on this GPU
         self.memory = [self.device.allocate(self.nbytes, tier) for tier in ("device", "host")]
         self.bases = [as_strided("memory", memory).address for memory in self.memory]
         layouts = {

@@ -169,6 +169,7 @@ def make_cupy() -> Any:
     """As much of CuPy as the device uses."""
     pinned = SimpleNamespace(
         runtime=_Runtime(),
+        nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
         Event=_Event,
         MemoryPool=_Pool,
         PinnedMemoryPool=_Pool,
@@ -197,7 +198,7 @@ def null_cuda() -> Iterator[None]:
     cupy, driver = make_cupy(), Driver(lambda name: _Library())
     with ExitStack() as patched:
         # No kernel is tested: none copies anything.
-        patched.enter_context(patch.dict(os.environ, KVPOOL_COPY_KERNELS="kernel"))
+        patched.enter_context(patch.dict(os.environ, KVPOOL_SELF_TEST="0"))
         for owner, name, value in (
             (cuda_device, "_cupy", lambda: cupy),
             (cuda_device, "find_driver", lambda: driver),

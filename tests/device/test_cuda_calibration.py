@@ -152,7 +152,7 @@ def test_what_is_not_a_calibration_is_refused(tmp_path: Path, change: dict[str, 
 def test_what_was_measured_under_other_conditions_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another part of the GPU, another slot, other kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gpu = Gpu(0, "gpu", 1 << 30, 1, "9.0", 132, "x16")
+    gpu = Gpu(0, "gpu", 1 << 30, 1, "9.0", 132, "x16", "13.0")
     made = calibration.made(gpu, measured().measurements)
     store(place("gpu", 1), made)
     assert chosen(None, gpu) == made
@@ -162,9 +162,10 @@ def test_what_was_measured_under_other_conditions_is_not_used(tmp_path: Path, mo
             assert chosen(None, gpu) == calibration.made(gpu)
         return calibration.conditions(gpu)
 
-    others = {is_refused(gpu._replace(multiprocessors=16)), is_refused(gpu._replace(link="x8"))}
+    changes: list[dict[str, Any]] = [{"multiprocessors": 16}, {"link": "x8"}, {"compiler": "13.1"}]
+    others = {is_refused(gpu._replace(**change)) for change in changes}
     monkeypatch.setitem(calibration.KERNELS, KERNEL, ("kv_copy.cu", "any"))
-    assert len({made.conditions, is_refused(gpu), *others}) == 4
+    assert len({made.conditions, is_refused(gpu), *others}) == 5
 
 
 def test_the_link_is_what_both_ends_can_do(tmp_path: Path) -> None:

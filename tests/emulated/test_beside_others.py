@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,9 @@ import pytest
 
 from engine import small_layout
 from kvpool import BlockLayout, KVCacheManager, PagedKV, gather_kv
+from kvpool.common.jit import cache
 from kvpool.device.base import Stream
-from kvpool.device.cuda import CudaDevice, native
+from kvpool.device.cuda import CudaDevice, calibration, describe_gpus, launcher, native
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import Calibration, Measurement
 from kvpool.device.cuda.launcher import CudaLauncher
@@ -316,6 +321,35 @@ def test_fragments_are_copied_in_the_way_that_was_measured(
     device.close()
 
 
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder for results of tests, with none in it. This process has none either."""
+    monkeypatch.setattr(cuda, "_tested", {})
+
+    def there(call: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled code stays where it is."""
+
+        def called(*arguments: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(cache, "cache_root", lambda: tmp_path)
+                patched.setattr(cache, "_read_folders", lambda: [tmp_path])
+                return call(*arguments)
+
+        return called
+
+    for call in (cuda.has_passed, cuda.keep_pass):
+        monkeypatch.setattr(cuda, call.__name__, there(call))
+    return tmp_path
+
+
+def loaded() -> tuple[str, ...]:
+    """The kernels that a pool of a new device may use."""
+    device = CudaDevice()
+    make_pools(device, LAYOUT).close()
+    device.close()
+    return device._loaded
+
+
 def test_no_kernel_is_chosen_that_nobody_asked_for_and_that_has_passed_no_test(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,10 +383,9 @@ def test_no_kernel_is_chosen_that_nobody_asked_for_and_that_has_passed_no_test(
 
 @pytest.mark.parametrize("path", ["kernel", "bulk"])
 def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_once(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, path: str
+    driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """A launch is refused, or one of many is left out. The other kernel stays in use."""
-    monkeypatch.setattr(cuda, "_tested", {})
     launch, other = CudaLauncher.copy_blocks, {"kernel": "bulk", "bulk": "kernel"}[path]
 
     def lose_one(launcher: CudaLauncher, cutter: Any, copy_ops: Any, bulk: bool, *how: Any) -> bool:
@@ -360,13 +393,15 @@ def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_on
 
     monkeypatch.setattr(CudaLauncher, "copy_blocks", lose_one)
     before = driver.in_use()
-    device = CudaDevice()
+    device = CudaDevice(calibration=path)  # It is requested by name.
     with pytest.warns(UserWarning, match=f"the path '{path}' is not used on GPU 0: .* of blocks gave other bytes"):
         make_pools(device, LAYOUT).close()
     assert device._loaded == (other,)
     make_pools(device, LAYOUT).close()
     device.close()
     assert driver.in_use() == before
+    assert len(list(untested.iterdir())) == 1, "that of the other kernel"
+    (untested / next(untested.iterdir()).name).unlink()
     cuda._tested.clear()
     with driver.failing("launch", lab.INVALID), pytest.warns(UserWarning, match="is not used") as caught:
         device = CudaDevice()
@@ -378,18 +413,79 @@ def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_on
 
 @pytest.mark.parametrize(("path", "kernel"), [("kernel", "copy_fragments"), ("bulk", "bulk_fragments")])
 def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_direction(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, path: str, kernel: str
+    driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch, path: str, kernel: str
 ) -> None:
-    names, launch = list[str](), CudaLauncher.launch
-    monkeypatch.setattr(cuda, "_tested", {})
+    launches, launch = list[tuple[int, bool]](), CudaLauncher.launch
     monkeypatch.setattr(native, "find_functions", lambda driver, context: None)
-    monkeypatch.setattr(
-        CudaLauncher,
-        "launch",
-        lambda launcher, what, stream: (names.append(what.kernel), launch(launcher, what, stream)),
-    )
-    assert cuda.wrong_bytes(0, path) == ""
-    assert names.count(kernel) >= 2 * 2 * 3, "two streams, blocks and fragments, three directions"
+
+    def noted(launcher: CudaLauncher, what: Any, stream: int) -> None:
+        """Notes the stream, and whether another one is busy."""
+        if what.kernel == kernel:
+            others = {other for other, _ in launches} - {stream}
+            busy = any(driver.library.emu_pending(ctypes.c_void_p(other)) for other in others)
+            launches.append((stream, busy))
+        launch(launcher, what, stream)
+
+    monkeypatch.setattr(CudaLauncher, "launch", noted)
+    assert cuda.wrong_bytes(describe_gpus()[0], path) == ""
+    (first, _), *_ = launches
+    kinds = 2 * 3  # blocks and fragments, three directions
+    assert launches.count((first, False)) >= kinds
+    assert sum(busy for stream, busy in launches if stream != first) >= kinds, "beside copies on the first stream"
+
+
+def test_a_kernel_whose_code_is_wrong_is_not_used(
+    driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It forgets the last words of a piece: seen in long fragments only. Bulk copies leave crooked fragments to it."""
+    source = launcher.kernel_source
+
+    def wrong(name: str, kernel: str) -> str:
+        right = source(name, kernel)
+        before = "if (first + i * WARP < all) store"
+        assert (before in right) == (kernel == "copy_fragments")
+        return right.replace(before, "if (i + 1 < IN_FLIGHT && first + i * WARP < all) store")
+
+    monkeypatch.setattr(launcher, "kernel_source", wrong)
+    with pytest.warns(UserWarning, match="not used on GPU 0: offload of fragments gave other bytes") as caught:
+        assert loaded() == loaded() == () and len(caught) == 2 and not list(untested.iterdir())
+    monkeypatch.setenv("KVPOOL_SELF_TEST", "0")
+    assert loaded() == ("bulk", "kernel"), "without a test"
+
+
+def test_a_test_that_was_passed_is_not_repeated_by_another_process_unless_something_has_changed(
+    driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    tests, difference = list[str](), cuda.difference
+    monkeypatch.setattr(cuda, "difference", lambda device, path: tests.append(path) or difference(device, path))
+
+    def tested() -> list[str]:
+        """The kernels that a new process tests."""
+        tests.clear()
+        cuda._tested.clear()
+        assert loaded() == ("bulk", "kernel")
+        return sorted(tests)
+
+    both = ["bulk", "kernel"]
+    assert (tested(), tested()) == (both, [])
+    for file in untested.iterdir():
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert (tested(), tested()) == (both, []), "damaged files are replaced"
+    (first, *_), gpus = sorted(untested.iterdir()), cuda.gpus
+    first.chmod(0o666)
+    assert len(tested()) == 1 and stat.S_IMODE(first.stat().st_mode) == 0o600, "others could write it"
+    for name, other in {"driver": 1, "name": "other", "multiprocessors": 1, "link": "x4", "compiler": "1.0"}.items():
+        changed = [gpu._replace(**{name: other}) for gpu in gpus(cupy.cuda)]
+        monkeypatch.setattr(cuda, "gpus", lambda module, changed=changed: changed)
+        assert (tested(), tested()) == (both, []), name
+    monkeypatch.setattr(cuda, "gpus", gpus)
+    assert tested() == []
+    monkeypatch.setattr(calibration, "_ROW_BUILDERS", calibration._ROW_BUILDERS[:1])
+    assert tested() == both, "other code writes the rows"
+    shutil.rmtree(untested)
+    assert (tested(), tested()) == (both, both), "nothing can be kept"
 
 
 def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

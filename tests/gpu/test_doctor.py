@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvpool import BlockLayout, KVCacheManager
 from kvpool.__main__ import main
+from kvpool.common.jit import cache
 from kvpool.device.cuda import calibration, describe_gpus
 from kvpool.device.cuda.calibration import Measurement
+from kvpool.tools.cli import doctor
 from tests import emulated
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +67,21 @@ def test_the_calibration_is_named(capsys: Capture) -> None:
     assert "copies: warning, chosen by rule: measured with 4 multiprocessors, link x4, " in answer(capsys)[1]
     path.write_text("no")
     assert "no calibration" in answer(capsys)[1]
+
+
+def test_a_kernel_that_was_tested_here_is_told_from_one_of_a_model_that_all_tests_ran_on(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_read_folders", lambda: [])
+    monkeypatch.setattr(doctor, "SUITE_RAN_ON", ())
+    line = "copy kernels: ok, {}; the suite of tests {} on this model"
+    assert line.format("not self-tested here; the first pool does it", "has not run") in answer(capsys)[1]
+    monkeypatch.undo()
+    with KVCacheManager(BlockLayout(1, 1, 16, 4, "uint8"), device_blocks=4, device="cuda"):
+        pass
+    monkeypatch.setattr(doctor, "SUITE_RAN_ON", (describe_gpus()[0].name,))
+    passed = "kernel, bulk" if float(describe_gpus()[0].capability) >= 9 else "kernel"
+    assert line.format(f"self-tested here: {passed}", "has passed") in answer(capsys)[1]
 
 
 def test_a_path_from_the_environment_is_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ def test_control_c_prints_the_plan_so_far(trace: str, capsys: Output, monkeypatc
 def test_bandwidth_is_what_the_gpu_was_calibrated_with(
     trace: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = Gpu(0, "H1", 1 << 30, 13000, "9.0", 132, "x16")
+    gpu = Gpu(0, "H1", 1 << 30, 13000, "9.0", 132, "x16", "13.0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda, "unusable", lambda: None)
     monkeypatch.setattr(cuda, "describe_gpus", lambda: [gpu])

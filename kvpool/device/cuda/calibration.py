@@ -9,20 +9,23 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpool.common.jit.cache import content_of, digest
+from kvpool.device.cuda import native
 from kvpool.device.cuda.runtime import Gpu
-from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
-from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source
+from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN, table_size
+from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, fragment_copies
 
 PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 """Plain: one copy of the copy engine for each fragment. Batched: all fragments in one call of the driver. Kernel: a
 kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
 KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
-"""The paths that are kernels: source and name. One that is not requested has to pass a test on the GPU first."""
+"""The paths that are kernels: source and name. They have to pass a test on the GPU first."""
+_ROW_BUILDERS = native.copy_blocks, native.copy_fragments, fragment_copies, table_size
+"""The code that writes the rows which these kernels read. ``content_of`` looks at what it calls, too."""
 DIRECTIONS = (OFFLOAD, ONBOARD, WITHIN)
 
 _VERSION = 4
@@ -149,10 +152,12 @@ def load(path: Path) -> Calibration | None:
 
 
 def conditions(gpu: Gpu) -> str:
-    """What changes the figures of a GPU and is in neither its name nor the driver's version: the multiprocessors of a
-    part of it, the link, and the kernels."""
-    kernels = sha256("".join(cuda_source(source) for source, _ in KERNELS.values()).encode()).hexdigest()[:16]
-    return f"{gpu.multiprocessors} multiprocessors, link {gpu.link}, kernels {kernels}"
+    """What changes the figures of a GPU, and what its kernels do, and is in neither its name nor the driver's version:
+    the multiprocessors of a part of it, the link, the compiler, and a digest of the kernels and of the code that writes
+    their rows."""
+    text = [*(cuda_source(source) for source, _ in KERNELS.values()), *map(content_of, _ROW_BUILDERS)]
+    kernels = digest("".join(text).encode())[:16]
+    return f"{gpu.multiprocessors} multiprocessors, link {gpu.link}, NVRTC {gpu.compiler}, kernels {kernels}"
 
 
 def made(gpu: Gpu, measurements: Iterable[Measurement] = ()) -> Calibration:

@@ -56,7 +56,7 @@ from kvpool.device.cuda.runtime import (
     state_of,
     usable_stream,
 )
-from kvpool.device.cuda.trials import difference, measure
+from kvpool.device.cuda.trials import difference, has_passed, keep_pass, measure
 from kvpool.device.fragments import (
     INSIDE_HOST,
     OFFLOAD,
@@ -119,7 +119,7 @@ def unusable() -> str | None:
 
 def describe_gpus() -> list[Gpu]:
     """All GPUs that this process sees. Raises DeviceError."""
-    return gpus(_cupy().cuda.runtime)
+    return gpus(_cupy().cuda)
 
 
 find_driver = lru_cache(maxsize=1)(Driver)
@@ -153,33 +153,36 @@ def device_at(address: int) -> CudaDevice:
     return CudaDevice(_gpu_of(address))
 
 
-_tested: dict[tuple[int, str], str] = {}
+_tested: dict[tuple[Gpu, str], str] = {}
 _testing = threading.RLock()
 _TESTED_FROM = (7, 5)
 """The first compute capability whose machine code of the kernels is examined."""
 
 
-def wrong_bytes(index: int, path: str) -> str:
-    """What is wrong with the copies that the kernel of a path makes on a GPU; empty if it copies the right bytes. It is
-    found out once in a process: blocks, parts of blocks and fragments of odd sizes go in every direction, on two
-    streams, and all bytes of both tiers are compared. What is wrong is also a warning.
+def wrong_bytes(gpu: Gpu, path: str) -> str:
+    """What is wrong with the copies that the kernel of a path makes on a GPU; empty if it copies the right bytes. See
+    ``trials.difference``. It is found out once in a process, and what is wrong is also a warning. That a test was
+    passed is kept on disk, and the test is not repeated.
 
     Takes milliseconds. Raises DeviceError for a GPU that has failed for good.
     """
     with _testing:
-        if (index, path) not in _tested:
-            _tested[index, path] = wrong = _wrong_bytes(index, path)
+        wrong = _tested.get((gpu, path))
+        if wrong is None:
+            wrong = "" if has_passed(gpu, path) else _wrong_bytes(gpu.number, path)
             if wrong:
-                warnings.warn(f"the kernel of the path {path!r} is not used on GPU {index}: {wrong}", stacklevel=2)
-        return _tested[index, path]
+                warnings.warn(f"the kernel of the path {path!r} is not used on GPU {gpu.number}: {wrong}", stacklevel=2)
+            else:
+                keep_pass(gpu, path)
+            _tested[gpu, path] = wrong
+        return wrong
 
 
 def _wrong_bytes(index: int, path: str) -> str:
     device = CudaDevice(index, calibration=PLAIN)
-    device.kernels, device.candidates = {path}, set()
+    device.kernels, device.self_test = {path}, False
     try:
-        streams = [device.create_stream(name) for name in ("first", "second")]
-        return next(filter(None, (difference(device, stream, path) for stream in streams)), "")
+        return difference(device, path) or ""
     except (DeviceError, MemoryError) as error:
         if isinstance(error, DeviceError) and error.sticky:
             raise
@@ -207,8 +210,8 @@ class CudaDevice(Device):
     calibration
         How copies are made: a Calibration, or the name of one of ``calibration.PATHS``, which is then used wherever it
         is possible. With None, the environment variable ``COPY_PATH`` may have such a name. Without it, the device uses
-        what ``calibrate`` has stored on this machine, and without that a rule. A kernel is used where its name is given
-        here or by KVPOOL_COPY_KERNELS, or it has copied the right bytes on this GPU: see ``wrong_bytes``.
+        what ``calibrate`` has stored on this machine, and without that a rule. A kernel is used if it has copied the
+        right bytes on this GPU: see ``wrong_bytes``.
 
     Streams 0 and 1 both mean CUDA's legacy default stream. The per-thread default stream (2) is refused: it is a
     different stream in every thread, and a pool enqueues for several threads. Raises DeviceError if there is no usable
@@ -233,11 +236,12 @@ class CudaDevice(Device):
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
         self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
-            self.gpu = gpus(runtime)[self.index]
+            self.gpu = gpus(self._cupy.cuda)[self.index]
         choice = calibration or os.environ.get(COPY_PATH)
         named = self.settings.copy_kernels
-        self.kernels = {path for path in KERNELS if path == choice or path in (named or ())}
-        self.candidates = set(KERNELS) if named is None and _version(self.gpu.capability) >= _TESTED_FROM else set()
+        default = KERNELS if _version(self.gpu.capability) >= _TESTED_FROM else ()
+        self.kernels = {path for path in KERNELS if path == choice or path in (default if named is None else named)}
+        self.self_test = bool(self.settings.self_test)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
         self._launcher = CudaLauncher(
@@ -397,14 +401,14 @@ class CudaDevice(Device):
 
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""
-        usable = self.kernels | self.candidates if self._launcher.same_addresses else set()
+        usable = self.kernels if self._launcher.same_addresses else set()
         if _version(self.gpu.capability)[0] < BULK_CAPABILITY:
             usable = usable - {BULK}
         # Bytes that are not whole words always take the other kernel.
         if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
             return ()
         loaded = [path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path])]
-        return tuple(path for path in loaded if path in self.kernels or not wrong_bytes(self.index, path))
+        return tuple(path for path in loaded if not (self.self_test and wrong_bytes(self.gpu, path)))
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         self._check_open()
@@ -469,7 +473,7 @@ class CudaDevice(Device):
         """
         self._check_open()
         device = CudaDevice(self.index)
-        device.kernels, device.candidates = self.kernels, self.candidates
+        device.kernels, device.self_test = self.kernels, self.self_test
         try:
             paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *device._load_kernels()]
             measurements = measure(device, paths, share=self._share)

@@ -79,8 +79,10 @@ class CopySettings(NamedTuple):
     """The most fragments in one batched copy. Drivers have crashed with tens of thousands."""
     copy_thread_blocks: int
     """Thread blocks of a kernel that copies over the link; 0 for as many as the kind of link needs."""
+    self_test: int
+    """0: kernels are used without a test on this GPU."""
     copy_kernels: tuple[str, ...] | None = None
-    """The kernels that may be chosen, without a test. None: all that pass one. The word "none" means no kernel."""
+    """The kernels that may be chosen. None: all. The word "none" means no kernel."""
 
     @classmethod
     def read(cls, kernels: Collection[str], environment: Mapping[str, str] = os.environ) -> CopySettings:
@@ -91,6 +93,7 @@ class CopySettings(NamedTuple):
             "save_priority": (0, -999, 0),
             "batch_fragments": (8192, 1, 2**31 - 1),
             "copy_thread_blocks": (0, 0, 65535),
+            "self_test": (1, 0, 1),
         }
         text = environment.get("KVPOOL_COPY_KERNELS")
         asked = tuple(text.split(",")) if text and text != "none" else ()
@@ -269,15 +272,22 @@ class Gpu(NamedTuple):
     multiprocessors: int
     """Fewer than its name says for a part of a GPU."""
     link: str
+    compiler: str
+    """The version of NVRTC, which compiles the kernels."""
 
 
-def gpus(runtime: Any) -> list[Gpu]:
-    """All GPUs that this process sees. No context is created."""
+def gpus(cuda: Any) -> list[Gpu]:
+    """All GPUs that this process sees. ``cuda`` is CuPy's module of that name. No context is created."""
+    runtime = cuda.runtime
     found, driver = list[Gpu](), int(runtime.driverGetVersion())
+    try:
+        compiler = "{}.{}".format(*cuda.nvrtc.getVersion())
+    except (ImportError, OSError, RuntimeError):
+        compiler = "unknown"
     for number in range(runtime.getDeviceCount()):
         gpu, link = runtime.getDeviceProperties(number), link_of(runtime.deviceGetPCIBusId(number))
         size = int(gpu["totalGlobalMem"]), driver, f"{gpu['major']}.{gpu['minor']}", int(gpu["multiProcessorCount"])
-        found.append(Gpu(number, gpu["name"].decode(), *size, link))
+        found.append(Gpu(number, gpu["name"].decode(), *size, link, compiler))
     return found
 
 

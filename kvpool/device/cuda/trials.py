@@ -12,9 +12,11 @@ import numpy as np
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import as_strided
+from kvpool.common.jit import cache
 from kvpool.device.base import Device, Stream
 from kvpool.device.cpu import CpuDevice
-from kvpool.device.cuda.calibration import PLAIN, Measurement, always
+from kvpool.device.cuda.calibration import PLAIN, Measurement, always, conditions
+from kvpool.device.cuda.runtime import Gpu
 from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.regions import BYTES, FROM, TO, Region
 from kvpool.device.work import Fragments
@@ -47,7 +49,7 @@ def measure(
         fitting[nbytes] = [count for count in counts if count * nbytes <= batch_bytes_max]
     for path in paths:
         try:
-            wrong = difference(device, stream, path)
+            wrong = difference(device, path)
             device.calibration = always(path)  # type: ignore[attr-defined]
             of_path = (
                 []
@@ -68,23 +70,47 @@ def measure(
     return measurements
 
 
+def _record(gpu: Gpu, path: str) -> str:
+    """The name of the file which says that a kernel has passed its test. All is in it that the result depends on."""
+    trial = [cache.bytecode_of(part.__code__) for part in (_difference, _copy_ops, _fragments)]
+    about = gpu.name, gpu.driver, conditions(gpu), path, trial
+    return f"self-test-{cache.digest(repr(about).encode())}"
+
+
+def has_passed(gpu: Gpu, path: str) -> bool:
+    """Whether a process of this machine has kept that a kernel copies the right bytes on such a GPU. A file that is
+    damaged, or that others could write, does not count."""
+    return cache.read(_record(gpu, path)) is not None
+
+
+def keep_pass(gpu: Gpu, path: str) -> None:
+    """Keep that a kernel has passed, beside compiled code, for other processes. Where nothing can be written, each of
+    them tests it again."""
+    cache.write(_record(gpu, path), b"")
+
+
 _LAYOUTS = BlockLayout(3, 1, 40, 8, "uint8"), BlockLayout(3, 1, 48, 8, "uint8")
 """Of tokens that are whole words of 8 bytes, and of 16: only those go by ``BULK``."""
 _BLOCKS = 192
 _CHECKED_BYTES = (1, 15, 16, 17, 48, 250, 4096, 4099, 9001)
 _CROOKED = ((0, 0), (1, 1), (4, 0), (3, 10))
+_LOADS, _LOAD_BYTES, _LOAD_PIECE = 4, 1 << 20, 4096
 
 
-def difference(device: Device, stream: Stream, path: str) -> str | None:
+def difference(device: Device, path: str) -> str | None:
     """What is wrong with copies by a path, if anything: blocks, parts of blocks, fragments in whole words, and
-    fragments of odd sizes at odd places, in every direction. ``device`` as in ``measure``. Raises DeviceError,
+    fragments of odd sizes at odd places, in every direction. All bytes of both tiers are compared. Then the same on a
+    second stream, while the first one copies other memory. ``device`` as in ``measure``. Raises DeviceError,
     MemoryError."""
-    return next(filter(None, (_difference(device, stream, path, layout) for layout in _LAYOUTS)), None)
+    first, second = (device.create_stream(name) for name in ("first", "second"))
+    runs = product(_LAYOUTS, ((first, None), (second, first)))
+    return next(filter(None, (_difference(device, path, layout, *streams) for layout, streams in runs)), None)
 
 
-def _difference(device: Device, stream: Stream, path: str, layout: BlockLayout) -> str | None:
+def _difference(device: Device, path: str, layout: BlockLayout, stream: Stream, loaded: Stream | None) -> str | None:
     nbytes, random = _BLOCKS * layout.block_bytes, np.random.default_rng(0)
     pools = [device.allocate(nbytes, "device"), device.allocate(2 * nbytes, "host")]
+    load = _Load(device, path, loaded) if loaded is not None else None
     expected, twin = [np.zeros(nbytes, np.uint8), np.zeros(2 * nbytes, np.uint8)], CpuDevice()
     try:
         for copier, memory in ((device, pools), (twin, expected)):
@@ -98,6 +124,8 @@ def _difference(device: Device, stream: Stream, path: str, layout: BlockLayout) 
                 expected[1][:nbytes] = pools[1][:nbytes] = random.integers(0, 256, nbytes)
                 pools[1][nbytes:] = expected[0]
                 _by(PLAIN, device, stream, whole_tier)
+                if load is not None:
+                    load.enqueue()
                 if what == "blocks":
                     copy_ops = _copy_ops(random, source, target, layout)
                     _by(path, device, stream, copy_ops)
@@ -110,10 +138,45 @@ def _difference(device: Device, stream: Stream, path: str, layout: BlockLayout) 
                 read_back, wanted = np.roll(pools[1], nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
                 if not np.array_equal(read_back, wanted):
                     return f"{direction} of {what} gave other bytes"
+                if load is not None and not load.is_right():
+                    return f"copies beside {direction} of {what} gave other bytes"
     finally:
+        if load is not None:
+            load.close()
         for pool in pools:
             device.free(pool)
     return None
+
+
+class _Load:
+    """Copies of memory of their own that keep a stream busy: from the first half of a host memory to the device, and
+    from there to the second half, several times."""
+
+    def __init__(self, device: Device, path: str, stream: Stream) -> None:
+        self._device, self._path, self._stream = device, path, stream
+        self._memory = [device.allocate(_LOAD_BYTES, tier) for tier in ("device", "host")]
+        self._halves = self._memory[1].reshape(2, -1)
+        self._halves[0] = np.random.default_rng(1).integers(0, 256, self._halves.shape[1])
+
+    def enqueue(self) -> None:
+        """Enqueue the copies, by the path, and wait for nothing."""
+        self._halves[1] = 0
+        near, far = (as_strided("memory", memory).address for memory in self._memory)
+        places = np.arange(0, self._halves.shape[1], _LOAD_PIECE)
+        self._device.calibration = always(self._path)  # type: ignore[attr-defined]
+        for source, target in ((far, near), (near, far + self._halves.shape[1])) * _LOADS:
+            rows = np.stack([source + places, target + places, np.full_like(places, _LOAD_PIECE)], axis=1)
+            self._device.enqueue(Fragments(rows), self._stream)
+
+    def is_right(self) -> bool:
+        """Wait for the copies, and compare their bytes."""
+        self._device.synchronize(self._device.record(self._stream))
+        return np.array_equal(*self._halves)
+
+    def close(self) -> None:
+        self.is_right()
+        for memory in self._memory:
+            self._device.free(memory)
 
 
 def _by(path: str, device: Device, stream: Stream, rows: Int64s) -> None:

@@ -32,6 +32,8 @@ _DEVICES = ("cpu", "cuda", "sim")
 _EVERYTHING = "everything"
 _MOONCAKE = "mooncake-transfer-engine-non-cuda"
 _GPU_EXTRA = '[cuda12]" or ".[cuda13]'
+SUITE_RAN_ON = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+"""The models on which all tests have passed: see docs/support.md."""
 MASTER = "MOONCAKE_MASTER"
 """Names the master where no option does. Mooncake's own tools read it too."""
 
@@ -210,10 +212,12 @@ def _locked_limit() -> int | None:
 
 
 def _copies(gpus: list[Any]) -> dict[str, Any] | None:
-    """Return how copies are chosen on the first GPU, according to the stored calibration."""
+    """Return how copies are chosen on the first GPU, according to the stored calibration, which kernels have passed
+    their test on it, and whether all tests have passed on one of its model."""
     if not gpus:
         return None
     from kvpool.device.cuda import COPY_PATH, calibration
+    from kvpool.device.cuda.trials import has_passed
 
     path = calibration.place(gpus[0].name, gpus[0].driver)
     stored, problem = None, None
@@ -226,6 +230,8 @@ def _copies(gpus: list[Any]) -> dict[str, Any] | None:
         "error": problem,
         "measured": stored is not None,
         "environment": os.environ.get(COPY_PATH),
+        "kernels": {path: has_passed(gpus[0], path) for path in calibration.KERNELS},
+        "suite_ran": gpus[0].name in SUITE_RAN_ON,
     }
 
 
@@ -330,9 +336,19 @@ def machine(found: dict[str, Any]) -> list[Check]:
     elif copies is not None:
         reason = f"chosen by rule: {copies['error'] or 'not measured'}"
         checks.append(Check("copies", WARNING if copies["error"] else OK, reason, "call cache.memory.calibrate() once"))
+    checks += [copy_kernels(copies)] if copies is not None else []
     chosen = f"{auto['device']}: {auto['because']}" if device == "auto" else "usable"
     status, reason = (OK, chosen) if found["usable"] else (FAILED, found["missing"] or auto["because"])
     return [*checks, Check(f"device {device}", status, reason)]
+
+
+def copy_kernels(copies: dict[str, Any]) -> Check:
+    """Return which kernels have copied the right bytes on this machine's first GPU, and whether the tests of the whole
+    package have passed on this model. Neither says anything of the other."""
+    passed = [path for path, has_passed in copies["kernels"].items() if has_passed]
+    tested = f"self-tested here: {', '.join(passed)}" if passed else "not self-tested here; the first pool does it"
+    ran = "has passed" if copies["suite_ran"] else "has not run"
+    return Check("copy kernels", OK, f"{tested}; the suite of tests {ran} on this model")
 
 
 def _release(version: int) -> str:
