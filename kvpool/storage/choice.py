@@ -96,19 +96,74 @@ class Load:
 
 
 class LoadPolicy(Protocol):
-    """Says how many blocks of a hit are loaded, and when a load is given up. ``LoadOrCompute`` is one."""
+    """Chooses how many blocks of a hit are loaded, and when a load is given up. ``LoadOrCompute`` is one.
+
+    Notes
+    -----
+    Any thread may call it. Nothing may wait.
+    """
 
     def choose(self, available: int, ahead_bytes: int, spare: float, waited: float) -> Load:
-        """How many of the ``available`` leading blocks that a store has are loaded. See ``LoadOrCompute.choose``."""
+        """Choose how many leading blocks are loaded.
+
+        Parameters
+        ----------
+        available : int
+            Leading blocks that the store has.
+        ahead_bytes : int
+            Bytes that the store loads before.
+        spare : float
+            Seconds for which the request waits for the engine in any case.
+        waited : float
+            Seconds for which the oldest load in flight has been waited for.
+
+        Returns
+        -------
+        Load
+            The load; without blocks there is none. See ``LoadOrCompute.choose``.
+        """
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
-        """Whether to give the load up."""
+        """Return whether to give the load up.
+
+        Parameters
+        ----------
+        load : Load
+            What ``choose`` has returned.
+        came : int
+            Leading blocks that have arrived.
+        elapsed : float
+            Seconds since ``choose``.
+
+        Returns
+        -------
+        bool
+            Whether to give it up.
+        """
 
     def end(self, load: Load, came: int, seconds: float, queued: float) -> None:
-        """The load has ended, and so many blocks came."""
+        """Learn from a load that has ended.
+
+        Parameters
+        ----------
+        load : Load
+            What ``choose`` has returned.
+        came : int
+            Leading blocks that have arrived.
+        seconds : float
+            Seconds since ``choose``.
+        queued : float
+            Seconds of these before the store began with it.
+        """
 
     def drop(self, load: Load) -> None:
-        """The load has ended, and says nothing of the store."""
+        """End a load that shows nothing of the store, instead of ``end``.
+
+        Parameters
+        ----------
+        load : Load
+            What ``choose`` has returned.
+        """
 
 
 @dataclass(eq=False)
@@ -157,26 +212,43 @@ class LoadOrCompute:
 
     Parameters
     ----------
-    prefill_tokens_per_s
-        How many prompt tokens the engine computes in a second.
-    block_bytes, tokens_per_block
-        Of a block in the store.
-    piece_bytes
-        Blocks of a load come in pieces of about this size.
+    prefill_tokens_per_s : float
+        Prompt tokens that the engine computes in a second.
+    block_bytes : int
+        Bytes of a block in the store.
+    tokens_per_block : int
+        Tokens of such a block.
+    piece_bytes : int, default 4 MiB
+        Blocks of a load arrive in pieces of about this size.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument.
 
     Notes
     -----
-    For each hit: ``load = choose(there)``. If ``load.blocks`` is 0, the engine computes all. Otherwise begin the load.
-    When blocks come, and at ``load.until``, ask ``late(load, came, elapsed)``; when it is true, stop waiting, and let
-    the engine compute what has not come. In the end, call ``end`` once, also for a load that failed. All times are in
+    For each hit: ``load = choose(available)``. If ``load.blocks`` is 0, the engine computes all. Otherwise begin the
+    load. When blocks arrive, and at ``load.until``, ask ``late(load, came, elapsed)``; when it is true, stop waiting,
+    and let the engine compute the rest. In the end, call ``end`` once, also for a load that failed. All times are in
     seconds, and ``elapsed`` counts from ``choose``.
 
-    The sum over all hits of (time until the load ended, beyond what was spare + time to compute what did not come) is
-    at most 1 + ``BUDGET`` times what computing all hits takes, plus half of the longest, whatever the store does. It
-    holds as far as loads are given up when ``late`` says so. Not in the sum is what whole loads have waited so that
+    The sum over all hits of (time until the load ended, beyond what was spare + time to compute the rest) is at most 1
+    + ``BUDGET`` times what computing all hits takes, plus half of the longest, whatever the store does. It holds as far
+    as loads are given up when ``late`` is true. Not in the sum is the time for which whole loads have waited so that
     others need not wait for the engine: each at most as long as the oldest load had ``waited`` then.
 
-    Thread-safe. Nothing blocks. There is no clock.
+    Any thread may call it. Nothing blocks. There is no clock.
+
+    Examples
+    --------
+    >>> from kvpool.storage import LoadOrCompute
+    >>> policy = LoadOrCompute(1000.0, block_bytes=1 << 20, tokens_per_block=16)
+    >>> load = policy.choose(100)  # a first load, to measure the store
+    >>> policy.end(load, 100, seconds=0.1)
+    >>> latency, bytes_per_second = policy.expected()
+    >>> round(bytes_per_second / 1e9, 1)
+    1.0
     """
 
     def __init__(
@@ -195,11 +267,23 @@ class LoadOrCompute:
         self._hits = 0
 
     def choose(self, available: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
-        """Choose how many of the ``available`` leading blocks that the store has are loaded now.
+        """Choose how many of the leading blocks that the store has are loaded now.
 
-        ``ahead_bytes``: what the store loads before. ``spare``: seconds that the request will wait for the engine in
-        any case; a load costs nothing meanwhile. ``waited``: for how many seconds the oldest load under way has been
-        waited for, whose request then needs the same engine.
+        Parameters
+        ----------
+        available : int
+            Leading blocks that the store has.
+        ahead_bytes : int, default 0
+            Bytes that the store loads before.
+        spare : float, default 0.0
+            Seconds for which the request waits for the engine in any case. A load costs nothing meanwhile.
+        waited : float, default 0.0
+            Seconds for which the oldest load in flight has been waited for, whose request then needs the same engine.
+
+        Returns
+        -------
+        Load
+            Its ``blocks`` are to be loaded, and it is late at ``until`` unless more blocks arrive before.
         """
         available = integer_argument("there", available, 0, 1 << 40)
         ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
@@ -220,15 +304,41 @@ class LoadOrCompute:
             return load
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
-        """Whether to give the load up, now that its first ``came`` blocks are there."""
+        """Return whether to give the load up.
+
+        Parameters
+        ----------
+        load : Load
+            What ``choose`` has returned.
+        came : int
+            Leading blocks that have arrived.
+        elapsed : float
+            Seconds since ``choose``.
+
+        Returns
+        -------
+        bool
+            Whether to give it up.
+        """
         with self._lock:
             self._look(load, came, elapsed)
             load.late = load.late or (came < load.blocks and elapsed >= load.until)
             return load.late
 
     def end(self, load: Load, came: int, seconds: float, queued: float = 0.0) -> None:
-        """The load has ended or was given up after ``seconds``, of which it was queued for ``queued``. Its first
-        ``came`` blocks are there."""
+        """Learn from a load that has ended or was given up.
+
+        Parameters
+        ----------
+        load : Load
+            What ``choose`` has returned.
+        came : int
+            Leading blocks that have arrived.
+        seconds : float
+            Seconds since ``choose``.
+        queued : float, default 0.0
+            Seconds of these before the store began with it.
+        """
         with self._lock:
             gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
             if load.for_others and came == load.blocks:
@@ -247,13 +357,27 @@ class LoadOrCompute:
                 self._tried, self._fresh = 0.0, False
 
     def drop(self, load: Load) -> None:
-        """Instead of ``end``, for a load that nobody waits for any more. Nothing is learned from it."""
+        """End a load that nobody waits for any more, instead of ``end``. Nothing is learned from it.
+
+        Parameters
+        ----------
+        load : Load
+            What ``choose`` has returned.
+        """
         with self._lock:
             self._budget += load.risk
             load.risk = 0.0
 
     def expected(self) -> tuple[float, float]:
-        """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""
+        """Return the latency and the bandwidth of the store.
+
+        Returns
+        -------
+        latency : float
+            Seconds.
+        bandwidth : float
+            Bytes per second; infinity before it is known.
+        """
         with self._lock:
             per_byte = self._speed.per_byte
             return self._speed.latency, 1 / per_byte if per_byte else math.inf

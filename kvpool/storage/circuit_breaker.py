@@ -19,15 +19,27 @@ _READS, _WRITES = (FIND, LOAD), (SAVE,)
 
 @dataclass(frozen=True)
 class BreakerStats:
-    """Totals since a CircuitBreaker was made, and its state now."""
+    """Totals of a ``CircuitBreaker``, and its state now.
+
+    Attributes
+    ----------
+    reads_suspended : bool
+        Whether finds and loads are suspended.
+    writes_suspended : bool
+        Whether saves are suspended.
+    failed_requests : int
+        Requests that counted as failures.
+    suspensions : int
+        Number of suspensions.
+    probes : int
+        Requests that were allowed, one at a time, while the store was suspended.
+    """
 
     reads_suspended: bool
     writes_suspended: bool
     failed_requests: int
-    """requests that counted as failures"""
     suspensions: int
     probes: int
-    """requests that were allowed, one at a time, while the store was suspended"""
 
 
 class _Kind:
@@ -53,20 +65,36 @@ class _Kind:
 class CircuitBreaker:
     """Suspends a store after consecutive failures, and tries it again with one request after a while.
 
-    ``failures``: so many failed requests in a row suspend it. ``probe_seconds``: how long until the next request is
-    tried. It doubles with every probe that fails, up to ``probe_seconds_max``. A request that the store answers ends
-    the suspension. ``clock``: () -> float, monotonic seconds.
+    A request that the store answers ends the suspension.
 
+    Parameters
+    ----------
+    failures : int, default 3
+        Number of failed requests in a row that suspend the store.
+    probe_seconds : float, default 5.0
+        Time until the next request is tried. It doubles with every probe that fails.
+    probe_seconds_max : float, default 60.0
+        The longest such time.
+    clock : callable, optional
+        ``() -> float``, monotonic seconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument.
+
+    Notes
+    -----
     A request has failed if no block of it was answered: all are FAILED, LATE or DAMAGED. A block that is absent, or
-    refused because the store is full, is an answer. A request that was cancelled says nothing. Nor does a save of
-    blocks that had gone before the store got them; as a probe, it leaves the next request to be one.
+    refused because the store is full, is an answer. A request that was cancelled does not count. Nor does a save of
+    blocks that were evicted before the store got them; as a probe, it leaves the next request to be one.
 
-    Reads and writes are suspended apart, since a disk that is full or read-only still gives what it has. Failures are
+    Reads and writes are suspended apart, since a disk that is full or read-only still returns what it has. Failures are
     counted for each kind of request: a find that is answered does not excuse loads that fail. Reads are suspended when
     finds or loads are. A probe of loads begins with a find. If that finds nothing, the next find is a probe too, until
-    blocks are found and loaded. Drops say nothing.
+    blocks are found and loaded. Drops do not count.
 
-    Thread-safe; never waits. Raises TypeError, ValueError.
+    Any thread may use it. It never waits.
     """
 
     def __init__(
@@ -85,9 +113,22 @@ class CircuitBreaker:
         self._failed, self._suspensions, self._probes = 0, 0, 0
 
     def usable(self, *, writes: bool = False, found: bool = False) -> bool:
-        """Whether a request may be begun now. While the store is suspended, this is true once after each wait: the
-        request that is begun then is the probe. ``found``: the request loads blocks that a find has found. It may then
-        be begun with the probe of that find."""
+        """Return whether a request may be begun now.
+
+        While the store is suspended, this is true once after each wait: the request that is begun then is the probe.
+
+        Parameters
+        ----------
+        writes : bool, default False
+            Whether the request saves blocks.
+        found : bool, default False
+            Whether the request loads blocks that a find has found. It may then be begun with the probe of that find.
+
+        Returns
+        -------
+        bool
+            Whether it may.
+        """
         with self._lock:
             down = self._suspended(writes)
             if not down:
@@ -105,7 +146,18 @@ class CircuitBreaker:
             return True
 
     def suspended(self, *, writes: bool = False) -> bool:
-        """Whether it is suspended. Asks for no probe."""
+        """Return whether the store is suspended. Allows no probe.
+
+        Parameters
+        ----------
+        writes : bool, default False
+            Whether for saves. Otherwise for finds and loads.
+
+        Returns
+        -------
+        bool
+            Whether it is.
+        """
         with self._lock:
             return bool(self._suspended(writes))
 
@@ -115,7 +167,13 @@ class CircuitBreaker:
         return self.suspended() or self.suspended(writes=True)
 
     def note(self, request: StoreRequest) -> None:
-        """Learn from a request that is done. Call it once for each request."""
+        """Count a request that is done. Call it once for each request.
+
+        Parameters
+        ----------
+        request : StoreRequest
+            The request.
+        """
         failed = _failed(request)
         if request.kind in DROPS:
             return
@@ -143,7 +201,13 @@ class CircuitBreaker:
                 kind.answered()
 
     def stats(self) -> BreakerStats:
-        """Figures of now."""
+        """Return the figures.
+
+        Returns
+        -------
+        BreakerStats
+            Totals, and the state now.
+        """
         with self._lock:
             reads, writes = bool(self._suspended(False)), bool(self._suspended(True))
             return BreakerStats(reads, writes, self._failed, self._suspensions, self._probes)

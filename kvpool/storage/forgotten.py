@@ -9,13 +9,20 @@ from kvpool.storage.store_requests import StoreRequest
 
 
 class Forgotten:
-    """What became of ``StorageManager.forget`` or ``StorageManager.clear``. Thread-safe.
+    """The progress of ``StorageManager.forget`` or ``StorageManager.clear`` in the stores.
 
-    ``blocks``: how many contents the pool has forgotten; None after ``clear``.
+    A drop is repeated until the store has confirmed it, as long as the storage manager lives. Meanwhile the storage
+    manager finds, loads and saves nothing of it there. Nothing of this outlives the storage manager: if it ends before
+    a store has confirmed, the store may have the content, and so the next storage manager must forget it again.
 
-    A drop is repeated until the store has confirmed it, as long as the storage manager lives. Meanwhile the
-    storage manager finds, loads and saves nothing of it there. Nothing of this outlives the storage manager: if it ends
-    before a store has confirmed, the store may have the content, and so the next storage manager must forget it again.
+    Attributes
+    ----------
+    blocks : int or None
+        Number of contents that the pool has forgotten; None after ``clear``.
+
+    Notes
+    -----
+    Any thread may use it.
     """
 
     def __init__(self, blocks: int | None, drops: Mapping[str, StoreRequest]) -> None:
@@ -23,24 +30,34 @@ class Forgotten:
 
     @property
     def stores(self) -> dict[str, int | None]:
-        """For each store how many blocks it has dropped, or None while it has not confirmed that all are gone."""
+        """For each store the number of blocks it has dropped, or None while it has not confirmed all of them."""
         return {name: request.dropped if _is_confirmed(request) else None for name, request in self._drops.items()}
 
     @property
     def errors(self) -> dict[str, str]:
-        """The last error of each store that has not confirmed and gave one."""
+        """The last error of each store that has not confirmed and raised one."""
         return {
             name: request.error for name, request in self._drops.items() if request.error and not _is_confirmed(request)
         }
 
     @property
     def done(self) -> bool:
-        """Whether all stores have confirmed. What a disk has confirmed does not come back after a crash either."""
+        """Whether all stores have confirmed. What a disk has confirmed does not return after a crash either."""
         return all(map(_is_confirmed, self._drops.values()))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all stores have confirmed, at most ``timeout`` seconds, or until the storage manager is closed.
-        Returns whether they have."""
+        """Wait until all stores have confirmed, or until the storage manager is closed.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. By default as long as it takes.
+
+        Returns
+        -------
+        bool
+            Whether all have confirmed.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         for request in self._drops.values():
             request.wait(None if end is None else max(0.0, end - time.monotonic()))

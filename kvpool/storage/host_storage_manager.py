@@ -39,83 +39,110 @@ have ended."""
 
 @dataclass(frozen=True)
 class HostStorageManagerStats:
-    """Totals in blocks since a storage manager was made, and its state now."""
+    """Totals of a ``HostStorageManager`` in blocks, and its state now.
+
+    Attributes
+    ----------
+    asked : int
+        Keys that were not in the cache, and for which the stores were asked.
+    loaded_blocks : int
+        Blocks that came from a store, and could be found in the cache then.
+    missed : dict of str to int
+        Keys that did not come, by reason: "absent", "failed", "damaged", "late" (the answers of stores), "cancelled"
+        (``forget``, ``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no
+        store is usable), "taken" (the engine has written the block itself meanwhile), "declined" (by the policy of the
+        store).
+    saved_blocks : int
+        Blocks that a store has saved. A block that two stores save counts twice.
+    unsaved : dict of str to int
+        Blocks that a store has not saved, by reason: the answer of the store, "quota", "evicted" (they had left the
+        cache), "busy" (a full queue), "suspended", "crowded" (published without ``poll``), or "cancelled" (``clear`` or
+        ``close``). A block that two stores have not saved counts twice.
+    searching : int
+        Keys whose answer is not known yet.
+    loading : int
+        Blocks that are reserved for loads.
+    hung : int
+        Blocks of these that were given up, and that a call of a store may still write.
+    saving : int
+        Blocks that are pinned for saves.
+    waiting_blocks : int
+        Blocks whose save has not begun. A block that waits for two stores counts twice.
+    suspended : tuple of str
+        Stores that have failed, and are suspended for a while.
+    stores : tuple of StoreStats
+        The figures of each store.
+    dropped : dict of (str, str) to int
+        The blocks of ``unsaved`` by store and reason.
+    health : dict of str to BreakerStats
+        The circuit breaker of each store.
+    refused : int
+        Keys that no store was asked for, because all room was taken, for a request that does not wait, or has waited.
+        They are not in ``asked``, and a key that is looked up in each step counts in each.
+    promoted_blocks : int
+        Blocks that were loaded for requests that have neither pinned them nor ended. With ``loading``, they take the
+        room for loads.
+    """
 
     asked: int
-    """keys that were not in the cache, and for which the stores were asked"""
     loaded_blocks: int
-    """blocks that came from a store, and could be found in the cache then"""
     missed: dict[str, int]
-    """keys that did not come, by reason: "absent", "failed", "damaged", "late" (what the stores said), "cancelled"
-    (``forget``, ``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store
-    is usable), "taken" (the engine has written the block itself meanwhile), "declined" (by the policy of the store)"""
     saved_blocks: int
-    """blocks that a store has kept. A block that two stores keep counts twice."""
     unsaved: dict[str, int]
-    """blocks that a store has not kept, by reason: what the store said, "quota", "evicted" (they had left the cache),
-    "busy" (a full queue), "suspended", "crowded" (published without ``poll``), or "cancelled" (``clear`` or ``close``).
-    A block that two stores have not kept counts twice."""
     searching: int
-    """keys whose answer is not known yet"""
     loading: int
-    """blocks that are reserved for loads"""
     hung: int
-    """blocks of these that were given up, and that a call of a store may still write"""
     saving: int
-    """blocks that are pinned for saves"""
     waiting_blocks: int
-    """blocks whose save has not begun. A block that waits for two stores counts twice."""
     suspended: tuple[str, ...]
-    """stores that have failed, and are not asked for a while"""
     stores: tuple[StoreStats, ...]
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
-    """``unsaved`` by store and reason"""
     health: dict[str, BreakerStats] = field(default_factory=dict)
     refused: int = 0
-    """keys that no store was asked for: all room was taken by what had come or was on its way, for a request that does
-    not wait, or has waited. ``asked`` has them not,
-    and a key that is looked for in each step counts in each."""
     promoted_blocks: int = 0
-    """blocks that have come for requests that have neither pinned them nor ended. With ``loading``, they take the room
-    for loads."""
 
 
 class HostStorageManager(Closing):
-    """Stands between a ``HostCache`` and the stores behind it.
+    """Saves the blocks of a ``HostCache`` in stores, and loads those that requests look up. A context manager.
 
     Parameters
     ----------
-    cache, tier
-        The index and its memory, which may have been attached. Neither is closed here.
-    stores
-        One or more, the nearest first. Each is opened here. A key is asked for in one after the other, and is saved to
+    cache : HostCache
+        The index. It is not closed here.
+    tier : HostTier
+        Its memory, which may have been attached. It is not closed here.
+    stores : sequence of Store
+        One or more, the nearest first. Each is opened here. A key is looked up in one after the other, and is saved to
         all of them.
-    identity
-        Whose KV the stores have. None: that of the cache. Name another where the cache's identity ends with the engine.
-    save
-        "commit": every published block is saved. "reuse": a block is saved when it is pinned for a reader. "evict":
-        what the cache evicts next is saved before: a quarter of its blocks, at least 64 and at most 1,024 of them, but
-        never more than half.
-    load_share, save_share
-        How much of the cache blocks may take that have come and wait for their reader, and those that stores read to
-        save them, but one for each such call.
-    load_seconds, save_seconds
-        Time for a key from the first ``find`` until it is HERE, and for a block from the ``poll`` after ``publish``
-        until it is saved. What takes longer is given up. For up to half of ``load_seconds``, and once, a named request
-        waits until others have read what takes the room for loads, unless the store has a policy. While a store is busy
-        with other saves, blocks wait for more, as long as each step brings some, and are saved together;
-        ``save_seconds`` begins then.
-    retry_seconds
-        For so long a key that did not come is not asked for again.
-    quota
-        Bytes that blocks of this identity may have in each store. None: no limit.
-    policies
-        For each store what says how many blocks of a hit are loaded, such as a ``LoadOrCompute``. The others are
-        missed, as "declined". None in the place of one: all that there is room for.
-    spare
-        () -> float, for how many seconds the engine is busy with what it has. Policies let a load take so long.
-    clock
-        () -> float, monotonic seconds.
+    identity : ModelIdentity, optional
+        Whose KV the stores have, by default that of the cache. Name another where the cache's identity ends with the
+        engine.
+    save : {"commit", "reuse", "evict"}, default "commit"
+        "commit" saves every published block. "reuse" saves a block when it is pinned for a reader. "evict" saves what
+        the cache evicts next: a quarter of its blocks, at least 64 and at most 1,024 of them, but never more than half.
+    load_share : float, default 0.5
+        The share of the cache for blocks that were loaded and wait for their reader, above 0 and up to 1.
+    save_share : float, default 0.25
+        The share of the cache for blocks that stores read to save them. One for each such call is allowed in any case.
+    load_seconds : float, default 2.0
+        Time for a key from the first ``find`` until it is HERE. A load that takes longer is given up. For up to half of
+        it, and once, a named request waits until others have read what takes the room for loads, unless the store has a
+        policy.
+    save_seconds : float, default 60.0
+        Time for a block from the ``poll`` after ``publish`` until it is saved. A save that takes longer is given up.
+        While a store is busy with other saves, blocks wait for more, as long as each step brings some, and are saved
+        together; the time begins then.
+    retry_seconds : float, default 1.0
+        For this long a key that was not loaded is not looked up again.
+    quota : int, optional
+        Bytes that blocks of this identity may have in each store. By default there is no limit.
+    policies : sequence of LoadPolicy or None, optional
+        For each store a policy that chooses how many blocks of a hit are loaded, such as a ``LoadOrCompute``. The
+        others are missed, as "declined". None loads all that there is room for.
+    spare : callable, optional
+        ``() -> float``, seconds for which the engine is busy. Policies let a load take that long.
+    clock : callable, optional
+        ``() -> float``, monotonic seconds.
 
     Raises
     ------
@@ -131,12 +158,12 @@ class HostStorageManager(Closing):
     the scheduler calls it. Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()``
     they raise ForkedProcess.
 
-    Call ``poll`` in each step of the scheduler. It begins store requests and notes what has become of others: a store's
-    I/O, its keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING only for as long
-    as ``load_seconds`` says, if ``poll`` is called. These threads also pin what they save, and while they read it.
+    Call ``poll`` in each step of the scheduler. It begins store requests and notes the results of others. A store's
+    I/O, its keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING for
+    ``load_seconds`` at most, if ``poll`` is called. These threads also pin what they save, and while they read it.
 
-    A signal handler that raises in a call does no harm: the next call gives up the look-ups and loads that are under
-    way, so that their keys may be looked up again. What was about to be saved may be lost.
+    A signal handler that raises in a call does no harm: the next call gives up the look-ups and loads that are in
+    flight, so that their keys may be looked up again. What was about to be saved may be lost.
 
     A block is found only after its MAC was checked. A load that was given up while its call hangs keeps its blocks
     until the call returns, so that it cannot write into blocks of others.
@@ -202,10 +229,23 @@ class HostStorageManager(Closing):
     # -- what the scheduler calls --------------------------------------------------------------------
 
     def find(self, key: bytes, request: str = "") -> int:
-        """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
-        stores, and is PENDING meanwhile. ``hit``: names the request; ``policies`` judge the keys of one together. What
-        comes for it counts against the room for loads until ``pin`` with this ``owner``, or ``finish``. Raises
-        TypeError, ValueError, PoolClosed."""
+        """Return whether a key is ABSENT, HERE or PENDING. One that is not in the cache is looked up in the stores.
+
+        It is PENDING meanwhile.
+
+        Parameters
+        ----------
+        key : bytes
+            The key.
+        request : str, default ""
+            Name of the request. ``policies`` judge the keys of one together. What is loaded for it counts against the
+            room for loads until ``pin`` with this ``owner``, or ``finish``.
+
+        Returns
+        -------
+        int
+            ``HostCache.ABSENT``, ``HERE`` or ``PENDING``.
+        """
         checked_key = key if type(key) is bytes else key_argument("key", key)
         if self._step_begins or self._recovery.needed:
             self._settle()
@@ -217,7 +257,20 @@ class HostStorageManager(Closing):
             return self._loads.answers((checked_key,), (state,), request)[0]
 
     def lookup(self, keys: Keys, request: str = "") -> Uint8s:
-        """``find`` for each key: uint8[n]."""
+        """Do what ``find`` does, for several keys.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+        request : str, default ""
+            Name of the request: see ``find``.
+
+        Returns
+        -------
+        ndarray of uint8, shape (n,)
+            ``HostCache.ABSENT``, ``HERE`` or ``PENDING`` for each.
+        """
         checked_keys = keys_argument(keys)
         if self._step_begins or self._recovery.needed:
             self._settle()
@@ -232,9 +285,21 @@ class HostStorageManager(Closing):
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
-        """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now. ``owner``: the request that
-        ``find`` knows as ``hit``. What else has come for it, and was not pinned, stops counting against the room for
-        loads. Without an owner, the keys stop counting for all requests."""
+        """Do what ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys. All must be HERE.
+        owner : str, default ""
+            Name of the request, as given to ``find``. What else was loaded for it, and is not pinned, stops counting
+            against the room for loads. Without an owner, the keys stop counting for all requests.
+
+        Returns
+        -------
+        HostLease
+            The blocks.
+        """
         with self._recovery:
             lease = self._cache.pin(keys, owner=owner)
             self._storage.read(lease.keys, owner)
@@ -242,27 +307,34 @@ class HostStorageManager(Closing):
             return lease
 
     def finish(self, request: str) -> None:
-        """Note that a request has ended: it has finished, or was aborted or cancelled.
+        """Report that a request has ended: it has finished, or was aborted or cancelled.
 
         Blocks that were loaded for it alone stop counting against the room for loads, and stay cached like any other
-        block. Keys that it alone looked for are not loaded. Blocks on their way count until they have arrived.
+        block. Keys that it alone has looked up are not loaded. Blocks in flight count until they have arrived.
 
         Parameters
         ----------
-        request
-            The ``hit`` of its look-ups. An unknown one changes nothing.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For a bad argument.
+        request : str
+            The name that it had in ``find``. An unknown one changes nothing.
         """
         with self._recovery:
             self._storage.leave(text_argument("request", request))
 
     def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
-        """What ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it, but those of
-        ``unsaved``, which no store gets."""
+        """Do what ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+        unsaved : iterable of bytes, optional
+            Keys of these that no store gets.
+
+        Returns
+        -------
+        int
+            Number of keys that are HERE now.
+        """
         ordered_keys = self._cache.in_order(keys)
         with self._recovery:
             count = self._cache.publish_ordered(ordered_keys)
@@ -276,13 +348,34 @@ class HostStorageManager(Closing):
         return count
 
     def touch(self, keys: Keys, *, turn: bool = False) -> None:
-        """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
-        be saved have been."""
+        """Do what ``HostCache.touch`` does, for the keys of one prompt.
+
+        They keep this order also when those that are to be saved have been.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys, in the order of the prompt.
+        turn : bool, default False
+            As for ``HostCache.touch``.
+        """
         self._adapter.touch(keys_argument(keys), turn)
 
     def forget(self, keys: Keys) -> int:
-        """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
-        but are not asked for them for a while."""
+        """Do what ``HostCache.forget`` does, also to keys that are being loaded from a store.
+
+        The stores keep the blocks, but are not asked for them for ``retry_seconds``.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            The keys.
+
+        Returns
+        -------
+        int
+            Number of keys that were HERE or PENDING in the cache.
+        """
         checked_keys = keys_argument(keys)
         with self._recovery:
             count = self._cache.forget(checked_keys)
@@ -290,7 +383,13 @@ class HostStorageManager(Closing):
         return count
 
     def poll(self) -> None:
-        """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
+        """Note the results of the stores, and begin what was requested. Call it in each step.
+
+        Raises
+        ------
+        PoolClosed
+            After ``close``.
+        """
         if self.closed:
             raise PoolClosed("the storage manager is closed")
         with self._recovery:
@@ -306,19 +405,51 @@ class HostStorageManager(Closing):
         return bool(self._loads.searching) or self._storage.has_pending
 
     def origin(self, key: bytes) -> int | None:
-        """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
+        """Return which store has brought a key to the cache, until somebody pins it.
+
+        Parameters
+        ----------
+        key : bytes
+            The key.
+
+        Returns
+        -------
+        int or None
+            Index of the store. None for another key.
+        """
         arrival = self._storage.unread.get(key)
         return None if arrival is None or arrival.number == NO_STORE else arrival.number
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
-        """Return what ``HostCache.explain`` returns, and as ``trouble`` why no store has brought the key."""
+        """Return what ``HostCache.explain`` returns, and as ``trouble`` why no store has brought the key.
+
+        Parameters
+        ----------
+        key : bytes
+            The key.
+        tokens : int, default 1
+            Tokens of its block, which the result repeats.
+
+        Returns
+        -------
+        Missed
+            Why it is not there.
+        """
         reason = self._loads.why_absent(key)
         trouble = (("stores", reason),) if reason else ()
         return self._cache.explain(key, tokens)._replace(trouble=trouble)
 
     def changes(self) -> list[StoreChange]:
-        """What the stores have got and lost since the last call, as far as this storage manager knows, in order: what
-        it has saved, and of that what they did not have when they were asked for it. The first call begins it."""
+        """Return what the stores have got and lost since the last call, as far as it is known here.
+
+        Known is what this storage manager has saved, and which of that was absent when a store was asked for it. The
+        first call begins it.
+
+        Returns
+        -------
+        list of StoreChange
+            The changes, in order.
+        """
         self._adapter.reports = True
         changes = list(self._adapter.changes)
         self._adapter.changes.clear()
@@ -332,17 +463,17 @@ class HostStorageManager(Closing):
 
     @property
     def closed(self) -> bool:
+        """Whether the storage manager was closed."""
         return self._loads.closed
 
     def clear(self) -> None:
-        """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
-        were replaced: an epoch of the identity begins in each store.
+        """Drop all keys of the cache, and begin a new epoch in each store: nothing is found that was saved before.
 
-        The stores drop what was there, for all who share them. Until a store has confirmed, the drop is repeated, and
-        nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again then. What is saved later is found by
-        this storage manager, and by whoever opens the store after it, if the store has ``Store.epoch``. See
-        ``StoreWorker.reset``. If the storage manager is closed before a store has confirmed, a later process may find
-        what was there before.
+        For KV of weights that were replaced. The stores drop what was there, for all who share them. Until a store has
+        confirmed, the drop is repeated, and nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again
+        then. What is saved later is found by this storage manager, and by whoever opens the store after it, if the
+        store has ``Store.epoch``. See ``StoreWorker.reset``. If the storage manager is closed before a store has
+        confirmed, a later process may find what was there before.
         """
         with self._recovery:
             self._loads.clear()
@@ -356,7 +487,13 @@ class HostStorageManager(Closing):
             self._cache.clear(force=True)
 
     def stats(self) -> HostStorageManagerStats:
-        """A snapshot. Not for every step."""
+        """Return the figures. Not for every step.
+
+        Returns
+        -------
+        HostStorageManagerStats
+            Totals, and the state now.
+        """
         storage, loads, coming = self._storage, self._loads, self._storage.coming
         self._loads.drop_evicted()
         unsaved: Counter[str] = Counter()
@@ -383,7 +520,18 @@ class HostStorageManager(Closing):
         )
 
     def drain(self, timeout: float) -> bool:
-        """Wait until nothing is under way or waits, at most ``timeout`` seconds. Returns whether that is so."""
+        """Wait until nothing is in flight or waits.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether that is so.
+        """
         end = self._clock() + number_argument("timeout", timeout)
         self.poll()
         while self._busy and (left := end - self._clock()) > 0:
@@ -392,11 +540,22 @@ class HostStorageManager(Closing):
         return not self._busy
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Give up what is under way, and close the stores. May be called again.
+        """Give up what is in flight, and close the stores. Close the cache after it.
 
-        Returns False if a call of a store still hangs after ``timeout`` seconds. It may still write into the tier, so
-        that memory of the caller's must not be used again. Blocks of such a load stay reserved. Close the cache after
-        the storage manager.
+        Parameters
+        ----------
+        timeout : float, default 10.0
+            Seconds to wait for calls of the stores.
+
+        Returns
+        -------
+        bool
+            False if a call of a store still hangs. It may still write into the tier, so that memory of the caller's
+            must not be used again. Blocks of such a load stay reserved.
+
+        Notes
+        -----
+        May be called again.
         """
         with self._recovery:
             self._loads.closed = True

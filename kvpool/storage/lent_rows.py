@@ -19,7 +19,20 @@ def row_padding_of(store: Store) -> int:
 
 
 def staging_rows(count: int, nbytes: int) -> Bytes:
-    """Rows in main memory, uint8[count, whole pages], which begin at a page: so direct I/O can use them."""
+    """Make rows in main memory, each of whole pages and at the start of one, for direct I/O.
+
+    Parameters
+    ----------
+    count : int
+        Number of rows.
+    nbytes : int
+        The least bytes of a row.
+
+    Returns
+    -------
+    ndarray of uint8, shape (count, bytes)
+        Zeros.
+    """
     size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
     raw = np.zeros(count * size + PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % PAGE_BYTES

@@ -22,10 +22,24 @@ _NAME = b"kvpool store 4 "
 class BlockNames:
     """Blocks as an engine names them, in place of their keys. A ``StoreWorker`` hashes them on its own threads.
 
-    ``names``: bytes for each block. ``contexts``: for each block what its content depends on, besides its name, such as
-    ``block_context`` gives it; None where names say all. It is not part of the key, and of the MAC: a block that was
-    saved in another context is DAMAGED. Immutable. It has parts, by a slice or by places int64[n]. Raises TypeError and
-    ValueError.
+    It has a length, and parts by a slice or by places int64[n].
+
+    Parameters
+    ----------
+    names : iterable of bytes
+        A name for each block.
+    contexts : iterable of bytes, optional
+        For each block what its content depends on, besides its name. It is part of the MAC, and not of the key: a block
+        that was saved in another context is DAMAGED.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything but bytes, and for contexts of another number.
+
+    Notes
+    -----
+    Immutable, so that threads can share it.
     """
 
     __slots__ = ("contexts", "names")

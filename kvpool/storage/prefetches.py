@@ -39,14 +39,30 @@ cancelled."""
 
 @dataclass(eq=False, repr=False)
 class Prefetch:
-    """What became of ``StorageManager.prefetch``. Thread-safe. The storage manager changes it, and nobody else.
+    """The state of the loads of one prompt. ``StorageManager.prefetch`` returns it.
 
-    ``prompt``: the BlockKeys. ``deadline``: in seconds on the storage manager's clock. ``engine_free``: until then the
-    request waits for the engine. ``blocks``: blocks that have entered the host tier so far, in all groups of layers.
-    ``ended``: why there is no more to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no
-    store has more), "declined" (to compute is faster), "late", "full" (no room before the deadline, or no more than
-    what has come), "failed", "cancelled", "forgotten", "reset" or "closed". ``done``: whether nothing more will come.
-    ``cancelled``: whether ``cancel`` was called.
+    Attributes
+    ----------
+    prompt : BlockKeys
+        The prompt.
+    deadline : float
+        When it ends, in seconds on the storage manager's clock.
+    engine_free : float
+        Until when the request waits for the engine, in seconds on the same clock.
+    blocks : int
+        Blocks that have entered the host tier so far, in all groups of layers.
+    ended : str
+        Why nothing more is loaded: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has
+        more), "declined" (computing is faster), "late", "full" (no room before the deadline, or no more than what has
+        arrived), "failed", "cancelled", "forgotten", "reset" or "closed".
+    done : bool
+        Whether it has ended.
+    cancelled : bool
+        Whether ``cancel`` was called.
+
+    Notes
+    -----
+    Any thread may use it. Only the storage manager changes it.
     """
 
     prompt: BlockKeys
@@ -62,17 +78,35 @@ class Prefetch:
         stays_here(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
-        ``os.fork()``."""
+        """Wait until it is done.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. By default as long as it takes.
+
+        Returns
+        -------
+        bool
+            Whether it is done.
+        """
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def cancel(self) -> None:
-        """Bring no more. What has come stays cached, and stops counting against ``promotion_blocks``. Call it when the
-        request has ended or was aborted, also after the prefetch is done."""
+        """Load no more. Call it when the request has ended or was aborted, even if the prefetch is done.
+
+        What has arrived stays cached, and stops counting against ``promotion_blocks``.
+        """
         self.cancelled = True
 
     def end(self, why: str) -> None:
-        """Called by the storage manager."""
+        """End it. Only the storage manager calls this.
+
+        Parameters
+        ----------
+        why : str
+            The value of ``ended``.
+        """
         self.ended, self.done = self.ended or why, True
         self._bell.ring()
 

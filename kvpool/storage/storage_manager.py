@@ -67,77 +67,109 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StorageManagerStats:
-    """Totals since a storage manager was made, and its state now."""
+    """Totals of a ``StorageManager``, and its state now.
+
+    Attributes
+    ----------
+    saved_blocks : int
+        Blocks that a store has saved.
+    saved_bytes : int
+        Their bytes.
+    loaded_blocks : int
+        Blocks that have entered the host tier from stores.
+    loaded_bytes : int
+        Their bytes.
+    found_blocks : int
+        Blocks that stores had when they were asked for a prompt.
+    dropped : dict of (str, str) to int
+        Saves that were given up, by store and reason: "queue_full", "evicted" (before it was copied), "quota",
+        "suspended", "forgotten", and the codes of store requests: "failed", "late", "refused", "cancelled".
+    prefetches : dict of str to int
+        Prefetches that have ended, by ``Prefetch.ended``.
+    events_dropped : int
+        Rows of events that were overwritten before the storage manager, or the reader of its ``events``, had read them.
+    waiting_blocks : int
+        Blocks that wait to be saved.
+    promoted_blocks : int
+        Blocks that were loaded to the host and wait for their request.
+    prefetching : int
+        Prefetches in flight.
+    stores : dict of str to StoreStats
+        The figures of each store.
+    health : dict of str to BreakerStats
+        The circuit breaker of each store.
+    """
 
     saved_blocks: int
     saved_bytes: int
     loaded_blocks: int
-    """blocks that have entered the host tier from stores"""
     loaded_bytes: int
     found_blocks: int
-    """blocks that stores said to have when they were asked for a prompt"""
     dropped: dict[tuple[str, str], int]
-    """saves that were given up, by store and reason: "queue_full", "evicted" (before it was copied), "quota",
-    "suspended", "forgotten", and the codes of store requests: "failed", "late", "refused", "cancelled\""""
     prefetches: dict[str, int]
-    """prefetches that have ended, by ``Prefetch.ended``"""
     events_dropped: int
-    """rows of events that the storage manager, or the reader of ``StorageManager.events``, came too late for"""
     waiting_blocks: int
-    """blocks that wait to be saved now"""
     promoted_blocks: int
-    """blocks that were brought to the host and wait for their request now"""
     prefetching: int
-    """prefetches under way now"""
     stores: dict[str, StoreStats]
     health: dict[str, BreakerStats]
 
 
 class StorageManager(Closing):
-    """Keeps the content of a pool in stores. A context manager.
+    """Saves the content of a pool in stores, and loads what waiting requests need. A context manager.
 
     Parameters
     ----------
-    pool
+    pool : KVCacheManager
         A pool with a host tier and with ``event_capacity``. Its secret makes the keys of stores too. So it must be
         given, unless no store outlives the process: ``KVCacheManager(..., secret=store.secret)``.
-    stores
-        A list of ``Store``, the nearest first. They are opened here, and closed by ``close``. Their names differ.
-    identity
-        The model whose KV this is. Nothing that was saved under another identity, or for other block layouts, is ever
-        found.
-    save
-        "commit": each block is saved when the pool has it. "evict": before the host evicts it. "reuse": when it has
-        been used twice.
-    quotas
-        Bytes that a namespace may have in each store: {(salt, adapter_id): bytes}. Others have no limit.
-    deadline_ms
-        The default deadline of ``prefetch``. A save that takes four times as long is given up.
-    staging_blocks
-        Blocks that may be on their way to or from each store. They take so much main memory, in whole pages.
-    promotion_blocks
-        The most blocks that wait on the host for requests that have not been admitted, or are on their way there.
-        Default: half of the host tier.
-    queued_blocks
+    stores : sequence of Store or str
+        The stores, the nearest first, or texts for ``open_store``. They are opened here, and closed by ``close``. Their
+        names differ.
+    identity : ModelIdentity
+        The model whose KV this is. Nothing that was saved under another identity, or for other block layouts, is found.
+    save : {"commit", "evict", "reuse"}, default "commit"
+        When a block is saved: as soon as the pool has it, before the host evicts it, or when it has been used twice.
+    quotas : mapping of (salt, adapter_id) to int, optional
+        Bytes that a namespace may have in each store. Others have no limit.
+    load_seconds : float, default 2.0
+        The default timeout of ``prefetch``.
+    save_seconds : float, optional
+        A save that takes longer is given up. By default four times ``load_seconds``.
+    staging_blocks : int, default 64
+        Blocks that may be on their way to or from each store. They take as much main memory, in whole pages.
+    promotion_blocks : int, optional
+        The most blocks that wait on the host for requests that have not been admitted, or are on their way there. By
+        default half of the host tier.
+    queued_blocks : int, default 4096
         The most blocks that wait to be saved, for each store. More are dropped, and counted.
-    prefill_tokens_per_s
-        How many tokens of a prompt the engine computes in a second. A prefetch then loads only what is expected to come
-        sooner than the engine computes it, and gives up a load that is late. None: it loads all that is there.
-    failures, probe_seconds
+    prefill_tokens_per_s : float, optional
+        Tokens of a prompt that the engine computes in a second. A prefetch then loads only what is expected sooner than
+        the engine computes it, and gives up a load that is late. By default it loads all that is there.
+    failures : int, default 3
         See ``CircuitBreaker``.
-    interval_ms
-        How often the pool is asked for events.
-    clock
-        () -> float, monotonic seconds.
+    probe_seconds : float, default 5.0
+        See ``CircuitBreaker``.
+    interval_seconds : float, default 0.005
+        How often the pool is asked for events, 0.001 to 60.
+    clock : callable, optional
+        ``() -> float``, monotonic seconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument.
+    OSError, ImportError
+        What opening a store raises. No store is open then.
 
     Notes
     -----
-    A thread of the storage manager's does all hashing, copying and waiting. The scheduler's thread records events, and
+    A thread of the storage manager does all hashing, copying and waiting. The scheduler's thread records events, and
     nothing else. Prompts with ``publish=False`` are never saved.
 
     Close the storage manager before the pool. If the pool is closed first, the storage manager ends by itself; close it
-    nevertheless. Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls
-    raise ForkedProcess in a child of ``os.fork()``.
+    nevertheless. Any thread may call it. After it has ended, calls raise PoolClosed. All calls raise ForkedProcess in a
+    child of ``os.fork()``.
     """
 
     def __init__(
@@ -213,12 +245,26 @@ class StorageManager(Closing):
     # -- for the scheduler ---------------------------------------------------------------------------
 
     def prefetch(self, prompt: Prompt, timeout: float | None = None, *, spare: float = 0.0) -> Prefetch:
-        """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
+        """Begin to load what stores have of a prompt, after its cached prefix, to the host tier.
 
-        ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
-        after it nothing more is brought. The next admission uses what has come by then. ``spare``: for so many seconds
-        the request waits for the engine in any case, so that a load which takes no longer loses nothing. Changes the
-        pool: blocks enter its host tier. Raises TypeError, ValueError, PoolClosed.
+        Parameters
+        ----------
+        prompt : BlockKeys or sequence of int
+            As for the pool; BlockKeys cost least.
+        timeout : float, optional
+            Seconds after which nothing more is loaded, ``load_seconds`` by default. The next admission uses what has
+            arrived by then.
+        spare : float, default 0.0
+            Seconds for which the request waits for the engine in any case. A load that takes no longer loses nothing.
+
+        Returns
+        -------
+        Prefetch
+            The state of the loads.
+
+        Notes
+        -----
+        Returns at once. Changes the pool: blocks enter its host tier.
         """
         keys = self._keys(prompt)
         seconds = self._load_seconds if timeout is None else number_argument("timeout", timeout)
@@ -228,9 +274,23 @@ class StorageManager(Closing):
         return handle
 
     def match_prefix(self, prompt: Prompt) -> Match:
-        """What ``KVCacheManager.match_prefix`` says, with ``store_tokens``: how many more tokens could be reused with
-        what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
-        lost blocks since. Does not change the pool."""
+        """Return what ``KVCacheManager.match_prefix`` returns, with ``store_tokens``.
+
+        Parameters
+        ----------
+        prompt : BlockKeys or sequence of int
+            As for the pool.
+
+        Returns
+        -------
+        Match
+            ``store_tokens`` is how many more tokens could be reused with what stores are known to have. A store was
+            asked at the last ``prefetch``, or has confirmed a save; it may have lost blocks since.
+
+        Notes
+        -----
+        Does not change the pool.
+        """
         keys = self._keys(prompt)
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
@@ -242,9 +302,23 @@ class StorageManager(Closing):
         return match._replace(store_tokens=max(0, self._pool.missing_blocks(keys, stored).tokens - match.full_tokens))
 
     def explain(self, prompt: Prompt) -> Explanation:
-        """Return what ``KVCacheManager.explain`` returns, with the stores that are known to have what the pool lacks,
-        and the last trouble with it there: see ``Missed``. For diagnosis, not for every request. Asks no store;
-        thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed."""
+        """Return what ``KVCacheManager.explain`` returns, with what is known of the stores.
+
+        Parameters
+        ----------
+        prompt : BlockKeys or sequence of int
+            As for the pool.
+
+        Returns
+        -------
+        Explanation
+            For what the pool lacks, the stores that are known to have it, and the last trouble with it there: see
+            ``Missed``.
+
+        Notes
+        -----
+        For diagnosis, not for every request. Asks no store, and changes nothing.
+        """
         keys = self._keys(prompt)
         chain, groups = split(keys.keys.tobytes(), 16), cached_groups(self._pool)
 
@@ -263,13 +337,22 @@ class StorageManager(Closing):
         return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
 
     def events(self, *, snapshot: bool = False) -> Events:
-        """The events of the pool, and those of the stores: their tier is the name of the store. As
-        ``KVCacheManager.events``, with numbers of its own.
+        """Return the events of the pool, and those of the stores, whose tier is the name of the store.
 
-        "stored" in a store means that it has confirmed it. A store may evict blocks by itself: this is noticed when
-        they are asked for. "cleared", after a reset of the pool, empties all tiers for a reader. In the same call,
-        "stored" events follow for everything that stores are known to have. So a reader that applies all events knows
-        what ``match_prefix`` counts, tier by tier.
+        As ``KVCacheManager.events``, with numbers of its own. "stored" in a store means that it has confirmed it. A
+        store may evict blocks by itself: this is noticed when they are asked for. "cleared", after a reset of the pool,
+        empties all tiers for a reader. In the same call, "stored" events follow for everything that stores are known to
+        have. So a reader that applies all events knows what ``match_prefix`` counts, tier by tier.
+
+        Parameters
+        ----------
+        snapshot : bool, default False
+            Whether to begin with everything that is there.
+
+        Returns
+        -------
+        Events
+            The events since the last call.
         """
         return self._stored.read(bool_argument("snapshot", snapshot))
 
@@ -278,13 +361,33 @@ class StorageManager(Closing):
     def forget(self, prompt: Prompt | Keys | None = None, *, namespace: Namespace | None = None) -> Forgotten:
         """Do what ``KVCacheManager.forget`` does, and drop the same content from every store.
 
-        From the moment it returns, nobody finds this content in a store and no prefetch brings it, until somebody has
-        computed it again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the storage manager's
-        thread, and not for a store.
+        From the moment it returns, nobody finds this content in a store and no prefetch loads it, until it was computed
+        again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the storage manager's thread, and
+        not for a store.
 
-        ``prompt``, ``namespace``: as for ``KVCacheManager.forget``. Of a namespace, all stores must be able to drop it,
-        which a ``MooncakeStore`` is not: ValueError otherwise. Changes the pool; thread-safe. Raises TypeError,
-        ValueError, StoreBusy (too much waits to be dropped), PoolClosed. Then nothing has changed.
+        Parameters
+        ----------
+        prompt : BlockKeys, sequence of int, or keys, optional
+            As for ``KVCacheManager.forget``.
+        namespace : (salt, adapter_id), optional
+            As for ``KVCacheManager.forget``, instead of ``prompt``. All stores must be able to drop it, which a
+            ``MooncakeStore`` is not.
+
+        Returns
+        -------
+        Forgotten
+            What the pool has forgotten, and what the stores confirm.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument, and for a namespace that a store cannot drop.
+        StoreBusy
+            Where too much waits to be dropped. Nothing has changed then.
+
+        Notes
+        -----
+        Changes the pool.
         """
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt: expected exactly one of them, got {prompt!r:.80}, namespace={namespace!r:.80}")
@@ -297,21 +400,40 @@ class StorageManager(Closing):
         return self._ordered(lambda: self._forget_blocks(blocks))
 
     def clear(self, force: bool = False) -> Forgotten:
-        """Do what ``KVCacheManager.reset`` does, and drop everything of this identity from every store, such as the KV
-        of weights that were replaced.
+        """Do what ``KVCacheManager.reset`` does, and drop everything of this identity from every store.
 
-        Call it after the new weights are loaded, before the next request. From the moment it returns, nothing is found
-        or brought that was saved before. The stores confirm later: see ``Forgotten``. Of a store that several processes
-        share, it is dropped for all. A process that still has such content in its pool may save it again.
+        For KV of weights that were replaced: call it after the new weights are loaded, before the next request. From
+        the moment it returns, nothing is found or loaded that was saved before. The stores confirm later: see
+        ``Forgotten``. In a store that several processes share, it is dropped for all. A process that still has such
+        content in its pool may save it again.
 
-        ``force``: as for ``KVCacheManager.reset``. All stores must have ``Store.clear``: ValueError otherwise. Changes
-        the pool; thread-safe. Raises TypeError, ValueError, PoolBusy and StoreBusy (nothing has changed), PoolClosed.
+        Parameters
+        ----------
+        force : bool, default False
+            As for ``KVCacheManager.reset``.
+
+        Returns
+        -------
+        Forgotten
+            What the stores confirm.
+
+        Raises
+        ------
+        ValueError
+            For a store without ``Store.clear``.
+        PoolBusy, StoreBusy
+            Nothing has changed then.
+
+        Notes
+        -----
+        Changes the pool.
         """
         force = bool_argument("force", force)
         return self._ordered(lambda: self._forget_all(force))
 
     @property
     def pool(self) -> KVCacheManager:
+        """The pool."""
         return self._pool
 
     @property
@@ -320,8 +442,18 @@ class StorageManager(Closing):
         return self._ended or self._closing
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything decided before this call is saved or given up, and no prefetch is under way. Returns
-        whether that is so after at most ``timeout`` seconds."""
+        """Wait until everything decided before this call is saved or given up, and no prefetch is in flight.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether that is so.
+        """
         with self._lock:
             wanted = self._awaited = self._turns + 2
             self._quiet = False
@@ -335,8 +467,13 @@ class StorageManager(Closing):
         return quiet()
 
     def stats(self) -> StorageManagerStats:
-        """Figures of now; also of a closed storage manager. Never waits for I/O. Each is right, but they may be some
-        microseconds apart."""
+        """Return the figures, even if it is closed. Never waits for I/O.
+
+        Returns
+        -------
+        StorageManagerStats
+            Each figure is right, but they may be some microseconds apart.
+        """
         tier, storage, prefetches = self._adapter, self._storage, self._prefetches
         dropped: Counter[tuple[str, str]] = Counter()
         for (name, reason), count in storage.not_saved(self._unsaved.lost).items():
@@ -360,8 +497,19 @@ class StorageManager(Closing):
     def close(self, timeout: float = 10.0) -> bool:
         """Give up what waits, and close the stores. Call ``drain`` before to have everything saved.
 
-        Returns False if a call of a store still hangs after ``timeout`` seconds. The staging memory stays until that
-        call returns. May be called again.
+        Parameters
+        ----------
+        timeout : float, default 10.0
+            Seconds to wait for calls of the stores.
+
+        Returns
+        -------
+        bool
+            False if a call of a store still hangs. The staging memory stays until that call returns.
+
+        Notes
+        -----
+        May be called again.
         """
         end = time.monotonic() + number_argument("timeout", timeout)
         with self._lock:

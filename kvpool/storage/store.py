@@ -161,12 +161,17 @@ class Store(ABC):
     def secret(self) -> bytes:
         """The result of ``open``, 32 bytes, also before it: for a pool whose keys are to last as long as the store.
 
-        Raises OSError where it cannot be read, and NotImplementedError for a store that has it only once it is open.
+        Raises
+        ------
+        OSError
+            Where it cannot be read.
+        NotImplementedError
+            For a store that has it only once it is open.
         """
         raise NotImplementedError(f"the store {self.name!r} has no secret before it is opened")
 
     def epoch(self, model: bytes, new: bool) -> bytes | None:
-        """Return the epoch of a model, and begin another one if it is ``new``.
+        """Return the epoch of a model, after a new one has begun if it is ``new``.
 
         A block has another key in each epoch. An epoch is kept as durably as a block, and never evicted. By default
         none is kept: then a reset ends with the process.
@@ -181,7 +186,7 @@ class Store(ABC):
         Returns
         -------
         bytes or None
-            b"" before the first one, EPOCH_BYTES random bytes for each later one, and None for a store that does not
+            Empty before the first one, EPOCH_BYTES random bytes for each later one, and None for a store that does not
             keep them.
 
         Raises
@@ -215,7 +220,18 @@ class Store(ABC):
 
     @abstractmethod
     def find(self, keys: Bytes) -> Bytes:
-        """Return OK or ABSENT for each key, uint8[n]. Other codes mean that it is not known."""
+        """Look up blocks.
+
+        Parameters
+        ----------
+        keys : ndarray of uint8, shape (n, KEY_BYTES)
+            The keys of the blocks.
+
+        Returns
+        -------
+        ndarray of uint8, shape (n,)
+            OK or ABSENT for each key. Other codes mean that it is not known.
+        """
 
     @abstractmethod
     def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
@@ -260,7 +276,17 @@ class Store(ABC):
 
     @abstractmethod
     def forget(self, keys: Bytes) -> int:
-        """Drop blocks. Returns how many were there.
+        """Drop blocks.
+
+        Parameters
+        ----------
+        keys : ndarray of uint8, shape (n, KEY_BYTES)
+            The keys of the blocks.
+
+        Returns
+        -------
+        int
+            Number of blocks that were there.
 
         Notes
         -----
@@ -271,14 +297,37 @@ class Store(ABC):
         """
 
     def clear(self, tag: bytes) -> int:
-        """Drop all blocks whose tag begins with these bytes: MODEL_BYTES name a model, TAG_BYTES a namespace.
+        """Drop all blocks whose tag begins with these bytes. Otherwise as ``forget``.
 
-        Returns how many were there. Otherwise as ``forget``. It is not called for more bytes than ``clears_prefix``.
+        Parameters
+        ----------
+        tag : bytes
+            MODEL_BYTES name a model, TAG_BYTES a namespace. There are never more than ``clears_prefix``.
+
+        Returns
+        -------
+        int
+            Number of blocks that were there.
+
+        Raises
+        ------
+        NotImplementedError
+            For a store that cannot drop blocks by their tag.
         """
         raise NotImplementedError(f"the store {self.name!r} cannot drop blocks by their tag")
 
     def stats(self) -> dict[str, int]:
-        """Return figures of its own, such as ``capacity``, ``blocks`` and ``evicted``. Fast, on any thread."""
+        """Return figures of the store's own, such as ``capacity``, ``blocks`` and ``evicted``.
+
+        Returns
+        -------
+        dict of str to int
+            The figures.
+
+        Notes
+        -----
+        Fast. Any thread may call it.
+        """
         return {}
 
     def close(self) -> None:  # noqa: B027  # Many stores have nothing to end.

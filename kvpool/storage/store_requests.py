@@ -27,7 +27,7 @@ Keys = Bytes | BlockNames
 Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
 """Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
 
-Call = Callable[["StoreRequest"], object]
+Call = Callable[["StoreRequest"], None]
 RequestKind: TypeAlias = Literal["find", "load", "save", "forget", "clear"]
 FIND: Final = "find"
 LOAD: Final = "load"
@@ -49,16 +49,38 @@ class RequestOwner(Protocol):
 
 @dataclass(eq=False, repr=False)
 class StoreRequest:
-    """What became of some blocks. Made by the calls of a ``StoreWorker``. Thread-safe.
-
-    ``kind``: "find", "load", "save", "forget" or "clear", which has one code and no keys. ``keys``: uint8[n, 32] or
-    ``BlockNames``. ``rows`` int64[n]: of a load or save, none where they are lent. ``codes`` uint8[n]: what became of
-    each block, 255 while that is not known. The arrays are read-only. ``dropped``: how many blocks the store has
-    dropped for a forget or a clear. ``deadline``: in seconds on the worker's clock. ``began``, ``seconds``: when the
-    store began with it, and how long it took. ``error``: the text of the store's last error, or "".
+    """The state of some blocks that were requested from a store. Calls of a ``StoreWorker`` return it.
 
     A request is *done* when every block has a code. It is *returned* when, besides, no call of the store uses its rows
-    any more. Only then may the rows be written or freed: a call that hangs may still write to them."""
+    any more. Only then may the rows be written or freed: a call that hangs may still write to them.
+
+    Attributes
+    ----------
+    kind : {"find", "load", "save", "forget", "clear"}
+        What was requested. A clear has one code and no keys.
+    keys : BlockNames or ndarray of uint8, shape (n, 32)
+        The blocks.
+    rows : ndarray of int64, shape (n,)
+        Of a load or save; empty where they are lent.
+    codes : ndarray of uint8, shape (n,)
+        The result of each block, 255 while it is not known. Read-only, like the other arrays.
+    deadline : float
+        Seconds on the worker's clock.
+    dropped : int
+        Number of blocks that the store has dropped, for a forget or a clear.
+    began : float
+        When the store began with it, in seconds on the worker's clock. NaN before.
+    seconds : float
+        How long it took.
+    error : str
+        The text of the store's last error, or "".
+    owner : hashable
+        What the caller identifies it by.
+
+    Notes
+    -----
+    Any thread may use it.
+    """
 
     _worker: RequestOwner
     kind: RequestKind
@@ -102,7 +124,7 @@ class StoreRequest:
 
     @property
     def queued(self) -> int:
-        """How many blocks no call of the store has begun with, and one will."""
+        """Number of blocks that a call of the store will begin with later."""
         return 0 if self._settled else len(self._codes) - self.begun
 
     @property
@@ -112,17 +134,17 @@ class StoreRequest:
 
     @property
     def returned(self) -> bool:
-        """Whether no call of the store uses the rows any more. It is done too, then."""
+        """Whether it is done, and no call of the store uses the rows any more."""
         return self._settled and not self._running
 
     @property
     def ok(self) -> int:
-        """How many blocks are OK."""
+        """Number of blocks that are OK."""
         return int(np.count_nonzero(self._codes == OK))
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many blocks of a request that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
+        """Number of blocks by code, once it is done, such as ``{"ok": 3, "absent": 1}``."""
         if self._counted is None or not self._settled:
             counted = enumerate(np.bincount(self._codes).tolist())
             self._counted = {CODES[code]: count for code, count in counted if count}
@@ -130,23 +152,40 @@ class StoreRequest:
 
     @property
     def reasons(self) -> list[str]:
-        """The codes of a request that is done, in words: "ok", or what is wrong."""
+        """The codes in words, once it is done: "ok", or what is wrong."""
         return [CODES[code] for code in self._codes.tolist()]
 
     @property
     def leading(self) -> int:
-        """How many blocks are OK before the first that is not: what a prefix can use."""
+        """Number of blocks that are OK before the first that is not: those that a prefix can use."""
         wrong = np.flatnonzero(self._codes != OK)
         return int(wrong[0]) if len(wrong) else len(self._codes)
 
     def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
-        """Wait until the request is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
-        whether it is. Raises ForkedProcess in a child of ``os.fork()``."""
+        """Wait until the request is done, or returned.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. By default as long as it takes.
+        returned : bool, default False
+            Whether to wait until it is returned.
+
+        Returns
+        -------
+        bool
+            Whether it is.
+        """
         return self._worker.wait_until(lambda: self.returned if returned else self.done, timeout)
 
     def cancel(self) -> None:
-        """Give up the blocks that are not decided yet. Calls under way are asked to stop. Raises ValueError for a
-        forget or a clear, which cannot be taken back."""
+        """Give up the blocks that have no code yet. Calls in flight are asked to stop.
+
+        Raises
+        ------
+        ValueError
+            For a forget or a clear, which cannot be taken back.
+        """
         self._worker.cancel(self)
 
     def __repr__(self) -> str:

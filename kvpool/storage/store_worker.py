@@ -60,33 +60,51 @@ class StoreWorker(Closing):
 
     Parameters
     ----------
-    store
+    store : Store
         It is opened here, and closed by ``close``.
-    memory
-        uint8[slots, block_bytes + row_padding], C-contiguous, writable: where blocks are saved from and loaded to.
-    identity
+    memory : ndarray of uint8, shape (slots, block_bytes + row_padding)
+        Where blocks are saved from and loaded to, C-contiguous and writable.
+    identity : ModelIdentity
         Whose KV this is. It is part of every key and every MAC.
-    secret
+    secret : bytes, optional
         32 bytes in the place of the store's own, for those who share a store without one.
-    queued_blocks
+    queued_blocks : int, default 65,536
         Bound for blocks of saves that wait, for those of finds and loads, and for those that are to be dropped.
-    row_padding
-        Bytes at the end of each row of ``memory`` that are no block's: see ``Space``. No row is in two requests then.
-    piece_bytes
+    piece_bytes : int, default 4 MiB
         A request is cut into calls of about this size, so that threads share it.
-    staging
+    row_padding : int, default 0
+        Bytes at the end of each row of ``memory`` that are no block's: see ``Space``. No row is in two requests then.
+    staging : bool, default False
         Whether the rows of ``memory`` are lent out by ``take``. A request gives them back when it has returned, and not
         before; if it was begun with ``hold``, not before ``release`` either. Half of the rows, rounded down, are kept
         for loads, so that no save keeps a load waiting for a row.
-    health
-        Judges the store by its requests. None: a ``CircuitBreaker`` on this clock.
-    patience
-        In seconds. A request that had less time than this and is late says nothing about its store.
-    warns
-        Whether what goes wrong is logged by ``poll``: one WARNING for each kind of trouble, then a count, at most once
-        a minute.
-    clock
-        () -> float, monotonic seconds. Deadlines are on it.
+    health : CircuitBreaker, optional
+        Judges the store by its requests. By default a new one on this clock.
+    patience : float, default 0.1
+        Seconds. A request that had less time than this and is late does not count against its store.
+    warns : bool, default False
+        Whether ``poll`` logs what goes wrong: one WARNING for each kind of trouble, then a count, at most once a
+        minute.
+    clock : callable, optional
+        ``() -> float``, monotonic seconds. Deadlines are on it.
+
+    Attributes
+    ----------
+    memory : ndarray of uint8, shape (slots, block_bytes)
+        The blocks of the array that was given.
+    secret : Secret
+        Makes keys and tags.
+    name : str
+        Name of the store.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument, here and in every call, and what ``Store.open`` raises.
+    OSError
+        From ``Store.open``.
+    ImportError
+        If the library for MACs is missing.
 
     Notes
     -----
@@ -103,9 +121,9 @@ class StoreWorker(Closing):
     ``take`` fill a list, gives ``save`` or ``load`` that list and an owner, and in the end gives the list back and
     releases the request of this owner, if there is one.
 
-    A MAC of each block is made before it is saved, and compared after it was loaded: 128 bits
-    of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is
-    DAMAGED, and forgotten by the store.
+    A MAC of each block is made before it is saved, and compared after it was loaded: 128 bits of keyed BLAKE2b over
+    key, length, identity, context and a keyed ``Digest`` of the bytes. A block whose MAC differs is DAMAGED, and the
+    store forgets it.
 
     From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
     saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the request is
@@ -114,10 +132,8 @@ class StoreWorker(Closing):
 
     The rows of a save must not change, and those of a load belong to the store, until the request is *returned*.
 
-    ``memory`` has the blocks of the array that was given, ``secret`` makes the keys. Thread-safe. Bad arguments raise
-    TypeError or ValueError. Calls that begin requests raise PoolClosed and StoreBusy; the caller keeps its rows then.
-    All calls raise ForkedProcess in a child of ``os.fork()``. The constructor raises what ``store.open`` raises, and
-    ImportError if the library for MACs is missing.
+    Any thread may call it. Calls that begin requests raise PoolClosed and StoreBusy; the caller keeps its rows then.
+    All calls raise ForkedProcess in a child of ``os.fork()``.
 
     Examples
     --------
@@ -199,31 +215,77 @@ class StoreWorker(Closing):
     # -- requests ----------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Seconds on the worker's clock."""
+        """Return the time on the worker's clock.
+
+        Returns
+        -------
+        float
+            Seconds.
+        """
         return self._clock()
 
     def usable(self, kind: RequestKind) -> bool:
-        """Whether a request of this kind may be begun now. While the store is suspended, this is true once after each
-        wait, for a request that probes it. A drop is no probe. See ``CircuitBreaker``."""
+        """Return whether a request of this kind may be begun now.
+
+        While the store is suspended, this is true once after each wait, for a request that probes it. A drop is no
+        probe. See ``CircuitBreaker``.
+
+        Parameters
+        ----------
+        kind : {"find", "load", "save", "forget", "clear"}
+            Of the request.
+
+        Returns
+        -------
+        bool
+            Whether it may.
+        """
         if kind in DROPS:
             return not self.health.suspended(writes=True)
         return self.health.usable(writes=kind == SAVE, found=kind == LOAD)
 
     @property
     def suspended(self) -> bool:
-        """Whether the store is left alone for a while, to save or for anything else."""
+        """Whether the circuit breaker suspends the store, for reads or for writes."""
         return self.health.is_suspended
 
     def find(
         self, keys: Keys, done: Call | None = None, *, tag: bytes | None = None, deadline: float = math.inf
     ) -> StoreRequest:
-        """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``. ``tag``: that
-        with which they were saved."""
+        """Begin to look up blocks in the store.
+
+        Parameters
+        ----------
+        keys : BlockNames or ndarray of uint8, shape (n, 32)
+            The blocks; keys are made by ``secret``.
+        done : callable, optional
+            ``done(request)`` is called by ``poll`` when the request is done.
+        tag : bytes, optional
+            The tag under which they were saved. By default that of no namespace.
+        deadline : float, default inf
+            Seconds on the worker's clock, after which a block without a result is LATE.
+
+        Returns
+        -------
+        StoreRequest
+            The request.
+        """
         return self._begin(FIND, keys, None, done, None, deadline, tag)
 
     def find_now(self, keys: Keys) -> Bytes | None:
-        """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a request can tell:
-        another store, one that has failed or is suspended, or one that is to drop something. Hashes names."""
+        """Look up blocks on this thread, in a store that is ``indexed``. Hashes names.
+
+        Parameters
+        ----------
+        keys : BlockNames or ndarray of uint8, shape (n, 32)
+            The blocks.
+
+        Returns
+        -------
+        ndarray of uint8, shape (n,), or None
+            The codes. None where only a request can tell: for another store, and for one that has failed, is suspended,
+            or is to drop something.
+        """
         checked_keys = keys_argument(keys)
         return self._open.find_now(checked_keys) if self.indexed else None
 
@@ -240,10 +302,32 @@ class StoreWorker(Closing):
         owner: Hashable = None,
         taken: list[int] | None = None,
     ) -> StoreRequest:
-        """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the request is
-        returned. ``tag``: that with which they were saved. ``hold``: rows of ``take`` are read until ``release``.
-        ``owner``: of the request, for ``requests``. ``taken``: the list of its rows, which ``take`` has filled. It is
-        empty from the step on in which the request begins."""
+        """Begin to load blocks into rows of the memory.
+
+        Parameters
+        ----------
+        keys : BlockNames or ndarray of uint8, shape (n, 32)
+            The blocks.
+        rows : ndarray of int64, shape (n,)
+            Their rows, which belong to the store until the request is returned. All differ.
+        done, returned : callable, optional
+            ``done(request)`` and ``returned(request)`` are called by ``poll`` when the request is done and returned.
+        tag : bytes, optional
+            The tag under which they were saved. By default that of no namespace.
+        deadline : float, default inf
+            Seconds on the worker's clock, after which a block without a result is LATE.
+        hold : bool, default False
+            Whether rows of ``take`` are read until ``release``.
+        owner : hashable, optional
+            What the caller identifies the request by: see ``requests``.
+        taken : list of int, optional
+            The list of its rows, which ``take`` has filled. It is empty from the moment in which the request begins.
+
+        Returns
+        -------
+        StoreRequest
+            The request.
+        """
         return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner, taken=taken)
 
     def save(
@@ -259,14 +343,39 @@ class StoreWorker(Closing):
         owner: Hashable = None,
         taken: list[int] | None = None,
     ) -> StoreRequest:
-        """Save rows of the memory, which nobody may change until the request is returned. ``tag``: of a namespace, made
-        by ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``. ``owner``, ``taken``: as for
-        ``load``.
+        """Begin to save rows of the memory, which nobody may change until the request is returned.
 
-        ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
-        worker's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT. If others
-        took the rows back before the call had returned, its context raises BlockNotFound at the end; then the store
-        drops what it has saved.
+        Parameters
+        ----------
+        keys : BlockNames or ndarray of uint8, shape (n, 32)
+            The blocks.
+        rows : ndarray of int64, shape (n,), or callable
+            Their rows. A callable lends them while a call of the store reads them: it is called on the worker's threads
+            with the ``BlockNames`` of the call, and returns a context manager that gives int64[n], -1 for a block that
+            is no longer there, which is ABSENT. If others took the rows back before the call had returned, the context
+            raises BlockNotFound at its end; then the store drops what it has saved.
+        done, returned : callable, optional
+            ``done(request)`` and ``returned(request)`` are called by ``poll`` when the request is done and returned.
+        tag : bytes, optional
+            The tag of a namespace, made by ``secret``. By default ``secret.tag(b"")``.
+        limit : int, optional
+            The most blocks with this tag that the store may have: see ``Store.save``. By default there is no limit.
+        deadline : float, default inf
+            Seconds on the worker's clock, after which a block without a result is LATE.
+        owner : hashable, optional
+            As for ``load``.
+        taken : list of int, optional
+            As for ``load``.
+
+        Returns
+        -------
+        StoreRequest
+            The request.
+
+        Raises
+        ------
+        TypeError
+            For keys in the place of names where rows are lent.
         """
         limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
         if lend is not None and not isinstance(keys, BlockNames):
@@ -275,12 +384,42 @@ class StoreWorker(Closing):
         return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit, lend, owner=owner, taken=taken)
 
     def forget(self, keys: Keys, done: Call | None = None) -> StoreRequest:
-        """Drop blocks."""
+        """Begin to drop blocks.
+
+        Parameters
+        ----------
+        keys : BlockNames or ndarray of uint8, shape (n, 32)
+            The blocks.
+        done : callable, optional
+            ``done(request)`` is called by ``poll`` when the store has confirmed it.
+
+        Returns
+        -------
+        StoreRequest
+            The request.
+        """
         return self._begin(FORGET, keys, None, done)
 
     def clear(self, tag: bytes | None = None, done: Call | None = None) -> StoreRequest:
-        """Drop all blocks of the model, or all that were saved with this tag. It may give a request that was begun
-        before: then ``done`` is called too. Raises ValueError for a store that cannot do it."""
+        """Begin to drop all blocks of the model, or all that were saved with one tag.
+
+        Parameters
+        ----------
+        tag : bytes, optional
+            The tag. By default all blocks of the model are dropped.
+        done : callable, optional
+            ``done(request)`` is called by ``poll`` when the store has confirmed it.
+
+        Returns
+        -------
+        StoreRequest
+            The request, which may be one that was begun before. Then its ``done`` is called too.
+
+        Raises
+        ------
+        ValueError
+            For a store that cannot drop blocks by their tag: see ``Store.clears_prefix``.
+        """
         size = MODEL_BYTES if tag is None else TAG_BYTES
         if self.clears_prefix < size:
             what = "all blocks of a model" if tag is None else "the blocks of a namespace"
@@ -290,13 +429,24 @@ class StoreWorker(Closing):
         return self._clear(self.secret.model if tag is None else self._tag(tag), done)
 
     def reset(self, done: Call | None = None) -> StoreRequest:
-        """Begin an epoch of the model: find nothing any more that was saved before, such as the KV of weights that were
-        replaced. The store drops it as for ``clear``, if it can.
+        """Begin an epoch of the model: nothing that was saved before is found any more.
 
-        When the request is OK, a store with ``Store.epoch`` remembers the epoch. Whoever opens it later finds what is
-        saved from then on. Others who have it open stay in the epoch in which they are until they reset it too: they
-        find nothing of this one, and nothing that they save is found here. A store without ``Store.epoch`` has what was
-        saved in the first one for those who open it later, as far as it has not dropped it."""
+        For weights that were replaced. The store drops the blocks as for ``clear``, if it can. When the request is OK,
+        a store with ``Store.epoch`` remembers the epoch. Workers that open it later find what is saved from then on.
+        Others that have it open stay in their epoch until they are reset too: they find nothing of this one, and
+        nothing that they save is found here. In a store without epochs, workers that open it later are in the first
+        epoch, as far as its blocks were not dropped.
+
+        Parameters
+        ----------
+        done : callable, optional
+            ``done(request)`` is called by ``poll`` when the store has confirmed it.
+
+        Returns
+        -------
+        StoreRequest
+            The request.
+        """
         return self._clear(self.secret.model, done, renews=True)
 
     def _clear(self, prefix: bytes, done: Call | None, renews: bool = False) -> StoreRequest:
@@ -309,16 +459,45 @@ class StoreWorker(Closing):
         return self._open.is_backlogged
 
     def check_forget(self, blocks: int) -> None:
-        """Raise StoreBusy if so many blocks more may not wait to be dropped now."""
+        """Raise StoreBusy if these blocks cannot be queued to be dropped now.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks.
+        """
         self._open.check_room(FORGET, blocks)
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until a condition holds, which is asked with the lock held. Returns whether it does. Raises
-        ForkedProcess."""
+        """Wait until a condition holds.
+
+        Parameters
+        ----------
+        condition : callable
+            ``() -> bool``, called with the worker's lock held.
+        timeout : float or None
+            Seconds to wait. None waits as long as it takes.
+
+        Returns
+        -------
+        bool
+            Whether the condition holds.
+        """
         return self._open.wait_until(condition, timeout)
 
     def cancel(self, request: StoreRequest) -> None:
-        """What ``StoreRequest.cancel`` does."""
+        """Give up the blocks of a request that have no code yet: see ``StoreRequest.cancel``.
+
+        Parameters
+        ----------
+        request : StoreRequest
+            A find, load or save of this worker.
+
+        Raises
+        ------
+        ValueError
+            For a drop.
+        """
         if request.kind in DROPS:
             raise ValueError(f"{request!r}: it cannot be cancelled")
         self._open.cancel(request)
@@ -329,71 +508,169 @@ class StoreWorker(Closing):
         return self._open.callbacks.ready
 
     def poll(self) -> bool:
-        """Make the calls of requests that are done or returned. Never waits. Returns whether there were such requests.
-        Clears ``fileno``."""
+        """Make the calls of requests that are done or returned. Never waits.
+
+        Returns
+        -------
+        bool
+            Whether there were such requests.
+
+        Notes
+        -----
+        Clears ``fileno``.
+        """
         return self._open.callbacks.poll()
 
     @property
     def requests(self) -> list[StoreRequest]:
-        """Requests that have not returned, or whose rows are held, or whose callbacks were not called; and drops that
-        are not confirmed."""
+        """Requests that are not over, with drops that are not confirmed.
+
+        A request is over when it has returned, its rows are not held, and its callbacks were called.
+        """
         return self._open.all
 
     @property
     def in_flight(self) -> int:
-        """Finds, loads and saves that have not returned, or whose rows are held, or whose callbacks were not
-        called."""
+        """Number of finds, loads and saves that are not over: see ``requests``."""
         return sum(request.kind not in DROPS for request in self.requests)
 
     def fileno(self) -> int:
-        """A file descriptor that can be read when ``poll`` has a call to make: for ``select`` and asyncio."""
+        """Return a file descriptor that can be read when ``poll`` has a call to make.
+
+        Returns
+        -------
+        int
+            The descriptor, for ``select`` and asyncio.
+        """
         return self._open.callbacks.fileno()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until ``poll`` has a call to make, at most ``timeout`` seconds. Returns whether it has."""
+        """Wait until ``poll`` has a call to make.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether it has.
+        """
         return self._open.callbacks.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
-        so. Drops that the store does not confirm are not waited for: wait for their requests."""
+        """Wait until no find, load or save is queued or in flight.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether that is so.
+
+        Notes
+        -----
+        Drops that the store does not confirm are not waited for: wait for their requests.
+        """
         return self.wait_until(
             lambda: all(request.returned or request.kind in DROPS for request in self.requests), timeout
         )
 
     def stats(self) -> StoreStats:
-        """Figures of now. Never waits for the store's I/O."""
+        """Return the figures. Never waits for the store's I/O.
+
+        Returns
+        -------
+        StoreStats
+            Totals, and the state now.
+        """
         return self._open.stats()
 
     # -- rows ----------------------------------------------------------------------------------------
 
     def free(self, kind: RequestKind) -> int:
-        """How many rows a request of this kind can take now."""
+        """Return how many rows a request of this kind can take now.
+
+        Parameters
+        ----------
+        kind : {"find", "load", "save", "forget", "clear"}
+            Of the request.
+
+        Returns
+        -------
+        int
+            Number of rows.
+        """
         return self._open.free(kind)
 
     def take(self, kind: RequestKind, most: int, timeout: float = 0.0, taken: list[int] | None = None) -> Rows:
-        """Up to ``most`` free rows for a request of this kind, int64[n]. They are the caller's until a request has
-        them, or ``give_back``. Waits up to ``timeout`` seconds for one, as long as others than calls that hang have
-        some. There may be none."""
+        """Take free rows for a request. They are the caller's until a request has them, or ``give_back``.
+
+        Parameters
+        ----------
+        kind : {"find", "load", "save", "forget", "clear"}
+            Of the request.
+        most : int
+            The most rows.
+        timeout : float, default 0.0
+            Seconds to wait for one, as long as others than calls that hang have some.
+        taken : list of int, optional
+            Gets the rows too, for ``load`` and ``save``.
+
+        Returns
+        -------
+        ndarray of int64, shape (n,)
+            The rows. There may be none.
+        """
         rows = [] if taken is None else taken
         self._open.take(kind, most, timeout, rows)
         return np.array(rows, np.int64)
 
     def give_back(self, rows: Rows | list[int]) -> None:
-        """Rows that were taken, and that no request has got. A list that ``take`` has filled is empty then."""
+        """Give back rows of ``take`` that no request has got.
+
+        Parameters
+        ----------
+        rows : ndarray of int64, or list of int
+            The rows. A list that ``take`` has filled is empty then.
+        """
         self._open.give_back(rows if isinstance(rows, list) else rows.tolist())
 
     def release(self, request: StoreRequest) -> None:
-        """The rows of a request that was begun with ``hold`` are not read any more."""
+        """Release the rows of a request that was begun with ``hold``: nobody reads them any more.
+
+        Parameters
+        ----------
+        request : StoreRequest
+            The request.
+        """
         self._open.release(request)
 
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self, timeout: float = 10.0, *, call_back: bool = True) -> bool:
-        """Give up what is queued, ask calls under way to stop, wait for them, and close the store. ``call_back``:
-        ``poll``, so that callbacks learn that it was cancelled.
+        """Give up what is queued, ask calls in flight to stop, wait for them, and close the store.
 
-        Returns False if a call still hangs after ``timeout`` seconds. Its rows may still be written to, so their memory
-        must not be used again; the store is closed when that call returns. May be called again.
+        Parameters
+        ----------
+        timeout : float, default 10.0
+            Seconds to wait.
+        call_back : bool, default True
+            Whether to ``poll``, so that callbacks learn that their request was cancelled.
+
+        Returns
+        -------
+        bool
+            False if a call still hangs. Its rows may still be written, so that their memory must not be used again; the
+            store is closed when that call returns.
+
+        Notes
+        -----
+        May be called again.
         """
         self._open.close()
         over = self.wait_until(lambda: self._open.closed, timeout)

@@ -37,13 +37,37 @@ _SECONDS = ("timeout",)
 
 
 def open_store(text: str, **names: str | int | None) -> Store:
-    """The store that a text names: ``kind:place?option=value&...``.
+    """Make the store that a text names: ``kind:place?option=value&...``.
 
-    ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT``, ``s3://BUCKET/PREFIX`` and ``memory:``; and
-    ``package.module.Class:PLACE`` for a class of your own, which is imported. Options are the keyword arguments of that
-    class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``. ``{host}`` stands for the name of this
-    machine, and ``{name}`` for the value of that one of ``names``, with "-" in the place of what files are not named
-    by. Raises TypeError, ValueError, and ImportError, which names the extra or the module.
+    Kinds are ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT``, ``s3://BUCKET/PREFIX`` and ``memory:``;
+    and ``package.module.Class:PLACE`` for a class of your own, which is imported. Options are the keyword arguments of
+    that class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``, and ``timeout`` is in seconds.
+
+    Parameters
+    ----------
+    text : str
+        The text. ``{host}`` in it stands for the name of this machine, and ``{name}`` for the value of that one of
+        ``names``, with "-" in the place of characters that file names do not have.
+    **names : str or int
+        The values. One that is None or "" cannot be used.
+
+    Returns
+    -------
+    Store
+        The store, which is not open yet.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a text that names no store, or has a wrong option.
+    ImportError
+        Without the extra or the module, which it names.
+
+    Examples
+    --------
+    >>> from kvpool.storage.urls import open_store
+    >>> open_store("memory:?capacity=1MiB").name
+    'memory'
     """
     kind, colon, rest = text_argument("store", text).partition(":")
     if not colon or (kind not in _KINDS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", kind)):

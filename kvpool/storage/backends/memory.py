@@ -36,7 +36,26 @@ class _Block(NamedTuple):
 
 
 class MemoryStore(Store):
-    """A ``Store`` of up to ``capacity`` bytes. ``policy`` says which block goes next, as in a pool. Thread-safe."""
+    """A ``Store`` in the memory of this process, for tests and as the shortest store to read.
+
+    Parameters
+    ----------
+    capacity : int
+        The most bytes of blocks.
+    policy : {"lru", "reuse", "agent", "adaptive"}, default "lru"
+        Which block is evicted next, as in a pool.
+
+    Notes
+    -----
+    Content stays for the next ``open`` of the same object. Any thread may call it.
+
+    Examples
+    --------
+    >>> from kvpool.storage import MemoryStore
+    >>> store = MemoryStore(1 << 20)
+    >>> store.name, store.persistent, len(store.secret)
+    ('memory', False, 32)
+    """
 
     name = "memory"
     threads = 2

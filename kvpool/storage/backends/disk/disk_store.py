@@ -64,31 +64,39 @@ class DiskStore(Store):
 
     Parameters
     ----------
-    path
+    path : str or PathLike
         The folder. It is made if it is not there; its parent must be there. It gets the mode 0700, its files 0600.
-    capacity
-        Bytes of blocks. The file for them is allocated when the store is opened. None: what the folder has already,
-        and for a new one half of what is free in the file system, up to 64 GiB.
-    threads
-        How many calls run at a time.
-    policy
+    capacity : int, optional
+        Bytes of blocks. The file for them is allocated when the store is opened. By default the size that the folder
+        has already, and for a new one half of the free space of the file system, up to 64 GiB.
+    threads : int, default 16
+        Number of calls that run at a time, 1 to 256.
+    policy : {"lru", "reuse", "agent", "adaptive"}, default "lru"
         Which block of the model is evicted next, as in a pool: keys that are loaded or saved by one call are a turn.
         What others than "lru" learn ends with the process.
-    system
+    system : System, optional
         The calls of the operating system, for tests.
 
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument. ``open`` raises ValueError for a folder with blocks of another size.
+    OSError
+        From ``open``, and from a call that fails. A folder that others can reach is a PermissionError. A folder that a
+        process has open is a BlockingIOError, which names the process.
+
+    Notes
+    -----
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
     fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
     being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its MAC finds that. So after a crash the first save of a block that was there at the opening compares its bytes.
+    its MAC detects that. So after a crash the first save of a block that was there at the opening compares its bytes.
     Other bytes are written to another slot, and one transaction puts it in the place of the old one. Whenever power
     fails, the old bytes or the new ones are there.
 
-    Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
-    PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
-    other OSErrors. A call that raises leaves no new folder and no new file. A damaged file is replaced and counted. If
-    the folder or a file in it is removed later, that is logged once, and saves raise OSError. All calls raise
-    ForkedProcess in a child of ``os.fork()``, and PoolClosed after ``close``.
+    Any thread may call it. The constructor touches no file. A call that raises leaves no new folder and no new file. A
+    damaged file is replaced and counted. If the folder or a file in it is removed later, that is logged once, and saves
+    raise OSError. All calls raise ForkedProcess in a child of ``os.fork()``, and PoolClosed after ``close``.
     """
 
     name = "disk"
@@ -130,9 +138,16 @@ class DiskStore(Store):
 
     @property
     def secret(self) -> bytes:
-        """The secret of the folder, 32 bytes. Makes it, and the folder, if they are not there. If ``open`` then fails
-        before a store has used the folder, both are removed, and a later call makes another secret. Raises what
-        ``open`` raises for a folder that cannot be used."""
+        """The secret of the folder, 32 bytes. It is made, with the folder, if it is not there.
+
+        If ``open`` then fails before a store has used the folder, both are removed, and a later call makes another
+        secret.
+
+        Raises
+        ------
+        OSError
+            What ``open`` raises for a folder that cannot be used.
+        """
         if self._opened:
             return self._folder.secret()
         folder = Folder(self._path, self._made)

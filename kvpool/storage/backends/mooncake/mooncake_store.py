@@ -61,60 +61,103 @@ _COPY_BYTES = 4 << 20
 
 
 class Transform(Protocol):
-    """Changes blocks on their way out and back in, such as by encryption. Called on several threads at once.
+    """Changes blocks on their way out and back in, such as by encryption.
 
-    ``extra``: how many bytes an outgoing block is longer than the block. ``outgoing(key, block)`` gives the bytes to
-    keep, ``incoming(key, kept)`` gives the block, or raises if they cannot be what ``outgoing`` has given for this key.
-    ``key``: 32 bytes. Both get memory that they must not keep.
+    Attributes
+    ----------
+    extra : int
+        Bytes by which an outgoing block is longer than the block.
+
+    Notes
+    -----
+    Several threads call it at once. The memory that it gets must not be kept.
     """
 
     extra: int
 
-    def outgoing(self, key: bytes, block: memoryview) -> bytes: ...
+    def outgoing(self, key: bytes, block: memoryview) -> bytes:
+        """Return the bytes to keep.
 
-    def incoming(self, key: bytes, kept: memoryview) -> bytes: ...
+        Parameters
+        ----------
+        key : bytes
+            The key of the block, 32 bytes.
+        block : memoryview
+            The block.
+
+        Returns
+        -------
+        bytes
+            As many as the block has, and ``extra``.
+        """
+
+    def incoming(self, key: bytes, kept: memoryview) -> bytes:
+        """Return the block of what was kept. Raises an Exception if ``outgoing`` cannot have returned it for this key.
+
+        Parameters
+        ----------
+        key : bytes
+            The key of the block, 32 bytes.
+        kept : memoryview
+            The bytes that were kept.
+
+        Returns
+        -------
+        bytes
+            The block.
+        """
 
 
 class MooncakeStore(Store):
-    """A ``Store`` over a Mooncake cluster. Needs the extra ``mooncake``. Thread-safe.
+    """A ``Store`` over a Mooncake cluster. Needs the extra ``mooncake``.
 
     Parameters
     ----------
-    master
+    master : str, default "127.0.0.1:50051"
         ``"HOST:PORT"`` of ``mooncake_master``.
-    segment
-        Bytes of this process's memory that are lent to the cluster: 0, or 16 MiB to 1 TiB. What they hold is lost when
-        the process ends. Somebody has to lend some, or nothing can be kept.
-    hostname
-        Under which the other clients reach this one. Without it: the address by which this machine reaches the master.
-    metadata
-        The metadata server, the same for all clients. ``"P2PHANDSHAKE"``: none is needed.
-    protocol, devices
-        ``"tcp"``, or ``"rdma"`` with the names of the devices, which was not tested.
-    secret, secret_file
-        32 bytes, or a file with 64 hex digits that nobody else can read: the same for all workers that share. Without
-        them: the file that ``KVPOOL_MOONCAKE_SECRET_FILE`` names. Else, with a master on this machine,
+    segment : int, default 0
+        Bytes of this process's memory that are lent to the cluster: 0, or 16 MiB to 1 TiB. Their content is lost when
+        the process ends. Some process has to lend memory, or nothing can be kept.
+    hostname : str, default ""
+        Under which the other clients reach this one. By default the address by which this machine reaches the master.
+    metadata : str, default "P2PHANDSHAKE"
+        The metadata server, the same for all clients. ``"P2PHANDSHAKE"`` needs none.
+    protocol : {"tcp", "rdma"}, default "tcp"
+        The transport. "rdma" was not tested.
+    devices : str, default ""
+        The names of the devices for "rdma".
+    secret : bytes, optional
+        32 bytes, the same for all workers that share.
+    secret_file : str or PathLike, optional
+        A file with 64 hex digits that nobody else can read, instead of ``secret``. With neither of them: the file that
+        ``KVPOOL_MOONCAKE_SECRET_FILE`` names. Else, with a master on this machine,
         ``~/.config/kvpool/mooncake.secret``, which is made if it is not there.
-    threads
-        How many calls it makes at a time, 1 to 64. One that waits for a machine that hangs takes a thread for up to
-        a minute.
-    transform
-        See ``Transform``. All workers that share have to give the same. Blocks are then copied, and the library never
-        learns of the host tier's memory, which it otherwise opens to whoever reaches its ports.
+    threads : int, default 4
+        Number of calls at a time, 1 to 64. One that waits for a machine that hangs takes a thread for up to a minute.
+    transform : Transform, optional
+        Changes blocks on their way. All workers that share have to give the same. Blocks are then copied, and the
+        library never gets the address of the host tier's memory, which it otherwise opens to whoever reaches its ports.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument. No message contains a secret.
+    ImportError
+        Without the extra. It names what to install.
+    OSError
+        From ``open`` within about 5 seconds if no master answers, and from a call that fails.
 
     Notes
     -----
-    Each block and its MAC are one object, written from their places in memory without a copy. Where its rows have room
-    behind them, the two are one piece of it: each piece costs, however small. A save is OK only if the
-    object is there afterwards; it is then not evicted while its lease lasts. A limit of a namespace counts what this
-    worker has saved, not what others have.
+    Each block and its MAC are one object, written from their places in memory without a copy. Where its rows have
+    padding, the two are one contiguous piece: each piece costs time, however small. A save is OK only if the object is
+    there afterwards; it is then not evicted while its lease lasts. A limit of a namespace counts what this worker has
+    saved, not what others have.
 
-    Bad arguments raise TypeError or ValueError, which show no secret. The constructor raises ImportError, which names
-    what to install. ``open`` raises OSError within about 5 seconds if no master answers. ``open`` and ``close`` stop
-    all Python threads for about a second, as the library holds the interpreter's lock. Settings of the library that are
-    not in the environment get the values of ``kvpool.storage.backends.mooncake.guarded_client.ENVIRONMENT``. A child of
-    ``os.fork()`` gets ForkedProcess. It must end by ``os._exit``, as those of multiprocessing do: the library crashes
-    at its exit.
+    ``open`` and ``close`` stop all Python threads for about a second, as the library holds the interpreter's lock.
+    Settings of the library that are not in the environment get the values of
+    ``kvpool.storage.backends.mooncake.guarded_client.ENVIRONMENT``. Any thread may call it. A child of ``os.fork()``
+    gets ForkedProcess. It must end by ``os._exit``, as those of multiprocessing do: the library crashes at its exit.
     """
 
     name = "mooncake"
@@ -230,7 +273,25 @@ class MooncakeStore(Store):
         return count
 
     def clear(self, tag: bytes) -> int:
-        """Drop all blocks of the model. They have no names of namespaces in the cluster."""
+        """Drop all blocks of the model.
+
+        Parameters
+        ----------
+        tag : bytes
+            MODEL_BYTES that name the model.
+
+        Returns
+        -------
+        int
+            Number of blocks that were there.
+
+        Raises
+        ------
+        NotImplementedError
+            For a namespace, which the cluster does not record.
+        OSError
+            Where the cluster does not drop them.
+        """
         if len(tag) != MODEL_BYTES:
             raise NotImplementedError("a MooncakeStore cannot drop the blocks of a namespace")
         count = self._opened().remove_matching(f"^{self._prefix}")
@@ -239,9 +300,14 @@ class MooncakeStore(Store):
         return count
 
     def stats(self) -> dict[str, int]:
-        """``segment``: bytes lent to the cluster. ``calls``: under way. Then blocks, by what became of them: one for
-        each of the library's errors; ``not_stored`` (it said that it stored them, and they are not there);
-        ``wrong_size`` and ``not_decoded`` (it gave what was never saved); ``dropped`` for a limit."""
+        """Return bytes lent to the cluster (``segment``), ``calls`` in flight, and blocks by what became of them.
+
+        Returns
+        -------
+        dict of str to int
+            Besides, one figure for each of the library's errors; ``not_stored`` (reported as stored, and not there);
+            ``wrong_size`` and ``not_decoded`` (never saved like this); ``dropped`` for a limit.
+        """
         made = self._client
         names = (*client.every_reason(), "not_stored", "wrong_size", "not_decoded", "dropped")
         with self._lock:

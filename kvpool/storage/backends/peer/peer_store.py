@@ -134,27 +134,36 @@ class PeerStore(Store):
 
     Parameters
     ----------
-    endpoint
+    endpoint : str
         The server's ``endpoint``. Other machines only with ``keys``.
-    secret, secret_file
-        What all clients of this content share: 32 bytes, or the path of a file with 64 hex digits that only its owner
-        may read. Keys and MACs are made from it.
-    keys
-        CURVE keys of this client and of the server. The server need not know the secret then.
-    timeout
-        Seconds that one call may take.
-    connections
-        How many calls are made at a time, each on a connection of its own.
+    secret : bytes, optional
+        What all clients of this content share, 32 bytes. Keys and MACs are made from it.
+    secret_file : str or PathLike, optional
+        A file with 64 hex digits that only its owner may read, instead of ``secret``. One of them is needed.
+    keys : ClientKeys, optional
+        CURVE keys of this client and of the server. The server then needs no secret.
+    timeout : float, default 5.0
+        Seconds that one call may take, 0.001 to 600.
+    connections : int, default 2
+        Number of calls at a time, 1 to 64, each on a connection of its own.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument. ``open`` raises ValueError if the server has blocks of another size.
+    OSError
+        For a file that cannot be read, and from a call that fails. ``open`` raises PermissionError if the server
+        refuses the credentials.
+    ImportError
+        Without pyzmq.
 
     Notes
     -----
-    A connection that fails is given up, with all that may still come over it. The next call makes a new one. ``open``
-    needs no server: without one it logs a warning, and calls fail until there is one. It raises ValueError if the
-    server has blocks of another size, and PermissionError if it does not let this client in.
+    A connection that fails is dropped, with everything that may still arrive on it. The next call makes a new one.
+    ``open`` needs no server: without one it logs a warning, and calls fail until there is one.
 
-    Thread-safe. Each connection is used by one thread at a time. Calls raise OSError, and ForkedProcess in a child of
-    ``os.fork()``. The constructor raises TypeError, ValueError, OSError for a file that cannot be read, and ImportError
-    without pyzmq.
+    Any thread may call it; each connection is used by one thread at a time. All calls raise ForkedProcess in a child of
+    ``os.fork()``.
     """
 
     name = "peer"
@@ -207,7 +216,25 @@ class PeerStore(Store):
         return self.secret
 
     def epoch(self, model: bytes, new: bool) -> bytes | None:
-        """What the server's store remembers; None if it remembers none."""
+        """Return the epoch that the server's store keeps.
+
+        Parameters
+        ----------
+        model : bytes
+            The first MODEL_BYTES of the model's tags.
+        new : bool
+            Whether a new epoch begins.
+
+        Returns
+        -------
+        bytes or None
+            As for ``Store.epoch``.
+
+        Raises
+        ------
+        Malformed
+            For an answer of another form, which ends the connection and becomes a ConnectionError.
+        """
         with self._connection() as link:
             answer = self._call(link, "renew" if new else "epoch", tag=model.hex())
             frames_argument([*answer.frames, *answer.blocks], 1)
@@ -265,7 +292,13 @@ class PeerStore(Store):
             return _count(self._call(link, "clear", tag=tag.hex(), **self._now(drops=1)))
 
     def stats(self) -> dict[str, int]:
-        """``blocks`` and ``capacity``: of the server's store, as it has said it with its last answer."""
+        """Return figures of the connections, and ``blocks`` and ``capacity`` of the server's store.
+
+        Returns
+        -------
+        dict of str to int
+            Those of the server's store are as its last answer has reported them.
+        """
         with self._lock:
             open_now = len(self._idle) + self._busy
             figures = {"connections": open_now, "connected": self._made, "failed_calls": self._failed}

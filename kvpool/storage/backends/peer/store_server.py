@@ -64,32 +64,54 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ServedStats:
-    """What a StoreServer has done for its clients."""
+    """Totals of a ``StoreServer``, and its state now.
+
+    Attributes
+    ----------
+    calls : int
+        Calls that the store has answered.
+    failed : int
+        Calls that raised an error, or whose client had stopped waiting.
+    found_blocks : int
+        Blocks that the store has found.
+    saved_blocks : int
+        Blocks that it has saved.
+    loaded_blocks : int
+        Blocks that it has loaded.
+    failed_blocks : int
+        Blocks that it could not look up, keep or load.
+    malformed : int
+        Messages that no client sends.
+    refused : int
+        Clients with blocks of another size.
+    dropped : int
+        Answers that could not be sent, because the client has gone or reads nothing.
+    in_flight : int
+        Calls that wait for the store, or are made now.
+    hanging : int
+        Those of them that the store has not ended, though nobody waits for them any longer.
+    connections : int
+        Connections of clients.
+    connections_refused : int
+        Connections that were refused.
+    store : mapping of str to int
+        The store's own figures when it last answered a call.
+    """
 
     calls: int = 0
-    """Calls that the store has answered."""
     failed: int = 0
-    """Calls that gave an error, or whose client had stopped waiting."""
     found_blocks: int = 0
     saved_blocks: int = 0
     loaded_blocks: int = 0
     failed_blocks: int = 0
-    """Blocks that the store could not look for, keep or bring: it failed."""
     malformed: int = 0
-    """Messages that no client sends."""
     refused: int = 0
-    """Clients with blocks of another size."""
     dropped: int = 0
-    """Answers that could not be sent, because the client has gone or reads nothing."""
     in_flight: int = 0
-    """Calls that wait for the store, or are made now."""
     hanging: int = 0
-    """Of those the calls that the store has not ended, though nobody waits for them any longer."""
     connections: int = 0
-    """Of clients, now."""
     connections_refused: int = 0
     store: Mapping[str, int] = field(default_factory=dict)
-    """What the store has said of itself when it last answered a call."""
 
 
 class StoreServer(Closing):
@@ -97,40 +119,53 @@ class StoreServer(Closing):
 
     Parameters
     ----------
-    store
+    store : Store
         Any store. It is opened here, and closed by ``close``. Nobody else may use it meanwhile.
-    endpoint
+    endpoint : str, default "tcp://127.0.0.1:*"
         ``tcp://127.0.0.1:*`` takes any free port; ``ipc://PATH`` works too. Other machines only with ``keys``.
-    block_bytes
-        The size of a block. Clients with blocks of another size are refused.
-    secret, secret_file
-        The secret of the clients, 32 bytes, or the path of a file with 64 hex digits. Only a password that is derived
-        from it is kept.
-    keys
-        CURVE keys of the server and of its clients, in the place of a secret. The server does not know the clients'
-        secret then, and can make no block that counts.
-    call_bytes
+    block_bytes : int
+        Bytes of a block. Clients with blocks of another size are refused.
+    secret : bytes, optional
+        The secret of the clients, 32 bytes. Only a password that is derived from it is kept.
+    secret_file : str or PathLike, optional
+        A file with 64 hex digits, instead of ``secret``.
+    keys : ServerKeys, optional
+        CURVE keys of the server and of its clients, in the place of a secret. The server then cannot make blocks that
+        clients accept.
+    call_bytes : int, default 4 MiB
         The most bytes of blocks that one call may have; at least one block is accepted.
-    calls_waiting
-        How many calls may wait for the store. While as many wait, no further message is read.
-    connections
+    calls_waiting : int, default 16
+        Number of calls that may wait for the store. While as many wait, no further message is read.
+    connections : int, default 64
         The most clients; others are refused.
-    stall_seconds
-        A TCP client that reads nothing for this long is disconnected. 0: never.
+    stall_seconds : float, default 5.0
+        A TCP client that reads nothing for this long is disconnected. 0 never disconnects it.
+
+    Attributes
+    ----------
+    endpoint : str
+        Where it listens.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument.
+    OSError
+        From ``Store.open``; ``zmq.ZMQError`` for an endpoint that is not available.
+    ImportError
+        Without pyzmq.
 
     Notes
     -----
-    The server keeps keys, MACs and bytes as they come. It checks the form of messages, and trusts nothing else, for
-    it need not: clients check what they load. Blocks of several models and of several groups of layers may be on one
-    server, if they have one size.
+    The server keeps keys, MACs and bytes as they arrive. It checks the form of messages, and trusts nothing else:
+    clients verify what they load. Blocks of several models and of several groups of layers may be on one server, if
+    they have one size.
 
     Memory, beside the store's own: at most (2 ``store.threads`` + ``calls_waiting`` + 4 ``connections``) x
-    ``call_bytes``. Clients that were let in trust each other: ZeroMQ bounds each frame of a message, but not how many a
-    message has.
+    ``call_bytes``. Clients that have connected trust each other: ZeroMQ bounds each frame of a message, but not how
+    many a message has.
 
-    ``endpoint`` is where it listens. Thread-safe. Raises TypeError and ValueError for bad arguments, what
-    ``store.open`` raises, ImportError without pyzmq, and zmq.ZMQError for an endpoint that is not available. All calls
-    raise ForkedProcess in a child of ``os.fork()``.
+    Any thread may call it. All calls raise ForkedProcess in a child of ``os.fork()``.
     """
 
     def __init__(
@@ -178,7 +213,13 @@ class StoreServer(Closing):
         self._calls.start()
 
     def stats(self) -> ServedStats:
-        """Figures of now. Never waits for the store."""
+        """Return the figures. Never waits for the store.
+
+        Returns
+        -------
+        ServedStats
+            Totals, and the state now.
+        """
         counts, calls = self._server.counts, self._calls
         return replace(
             calls.stats,
@@ -193,8 +234,14 @@ class StoreServer(Closing):
         )
 
     def trouble(self) -> str:
-        """Why the service is not healthy, or "": it has ended, calls hang in the store, or the last save failed. Never
-        waits for the store."""
+        """Return why the service is not healthy. Never waits for the store.
+
+        Returns
+        -------
+        str
+            "" for a healthy service. Otherwise that it is closed, that calls hang in the store, or that the last save
+            failed.
+        """
         hanging = self.stats().hanging
         if self.closed:
             return "closed"
@@ -204,13 +251,25 @@ class StoreServer(Closing):
 
     @property
     def closed(self) -> bool:
+        """Whether the server was closed, or has ended."""
         return self._server.stopping
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Disconnect all clients, ask calls under way to stop, wait for them, and close the store.
+        """Disconnect all clients, ask calls in flight to stop, wait for them, and close the store.
 
-        Returns False if a call still hangs after ``timeout`` seconds. The store is closed when that call returns. May
-        be called again.
+        Parameters
+        ----------
+        timeout : float, default 10.0
+            Seconds to wait.
+
+        Returns
+        -------
+        bool
+            False if a call still hangs. The store is closed when that call returns.
+
+        Notes
+        -----
+        May be called again.
         """
         end = time.monotonic() + timeout
         self._server.close()

@@ -63,46 +63,54 @@ _UNMET = 255
 
 
 class S3Store(Store):
-    """A ``Store`` over a bucket. Needs the extra ``s3``. Thread-safe.
+    """A ``Store`` over a bucket of S3, or of a server with the same protocol. Needs the extra ``s3``.
 
     Parameters
     ----------
-    place
+    place : str
         ``"//BUCKET/PREFIX"``. Objects of others may be in the bucket, and not below the prefix.
-    endpoint
+    endpoint : str, default ""
         The address of a server that is not Amazon's, such as ``"https://s3.example.com"``. One with ``http:`` sends
         blocks and no credentials in the clear: use it on a loopback interface.
-    region
-        By default what the environment says (``AWS_REGION``), else us-east-1.
-    secret, secret_file
-        32 bytes, or a file with 64 hex digits that nobody else can read: the same for all who share the prefix. Without
-        them: the file that ``KVPOOL_S3_SECRET_FILE`` names, else ``~/.config/kvpool/s3.secret``, which is made if it is
-        not there.
-    threads
-        How many calls it makes at a time, 1 to 64, of up to 16 requests each.
-    timeout
-        Seconds for one request with its retries, 0.1 to 600. One try has half of it.
-    index_blocks
-        So many blocks are known at a time, 1 or more. Each takes 170 to 370 bytes.
+    region : str, default ""
+        By default the environment's (``AWS_REGION``), else us-east-1.
+    secret : bytes, optional
+        32 bytes, the same for all who share the prefix.
+    secret_file : str or PathLike, optional
+        A file with 64 hex digits that nobody else can read, instead of ``secret``. With neither of them: the file that
+        ``KVPOOL_S3_SECRET_FILE`` names, else ``~/.config/kvpool/s3.secret``, which is made if it is not there.
+    threads : int, default 4
+        Number of calls at a time, 1 to 64, of up to 16 requests each.
+    timeout : float, default 10.0
+        Seconds for one request with its retries, 0.1 to 600. One attempt has half of it.
+    index_blocks : int, default 2**20
+        Number of blocks that are known at a time, 1 or more. Each takes 170 to 370 bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument. No message contains a secret.
+    ImportError
+        Without the extra. It names what to install.
+    OSError
+        From ``open`` where the server cannot be reached or does not keep conditions, and from a call that fails.
 
     Notes
     -----
     The blocks of one save are one object, of up to 8 MiB unless a block is larger, with their MACs and their names.
-    Names are keyed hashes: they tell nothing of the content, and which blocks are of one namespace. Which blocks there
-    are stands in an index in memory. It learns by listing the bucket what others have saved, once a second at most.
+    Names are keyed hashes: they reveal nothing of the content, but which blocks are of one namespace. An index in
+    memory has the blocks that are there. It is updated by listing the bucket, once a second at most.
 
-    What was dropped stands in one small object, the log, which is written under the condition that nobody else has
-    changed it (``If-Match``), and read under the condition that it has changed by each find, save and load. So a drop
-    counts for all workers when it has returned. A save that was begun before it counts no more, whenever it arrives and
+    One small object, the log, records what was dropped. It is written under the condition that nobody else has changed
+    it (``If-Match``), and each find, save and load reads it under the condition that it has changed. So a drop counts
+    for all workers when it has returned. A save that was begun before it no longer counts, whenever it arrives and
     whoever has sent it.
 
     Credentials come from the usual places of the environment and the machine (``AWS_ACCESS_KEY_ID`` and others, roles
     of machines and containers), never from the text of a store, and are not shown. Nothing is evicted: give the bucket
     a rule that objects expire. A limit of a namespace counts what this object has saved, and holds for it alone.
 
-    Bad arguments raise TypeError or ValueError, which show no secret. The constructor raises ImportError, which names
-    what to install, and touches no network. ``open`` writes an object to see that the server keeps conditions, and
-    raises OSError if it does not, or cannot be reached. A child of ``os.fork()`` gets ForkedProcess.
+    Any thread may call it. The constructor touches no network. A child of ``os.fork()`` gets ForkedProcess.
     """
 
     name = "s3"
@@ -252,8 +260,13 @@ class S3Store(Store):
             return bytes(answer.bytes())
 
     def stats(self) -> dict[str, int]:
-        """``requests``, and how many ``failed``. ``blocks`` and ``packs`` that are known; blocks ``dropped`` for a
-        limit."""
+        """Return ``requests`` and ``failed``; known ``blocks`` and ``packs``; blocks ``dropped`` for a limit.
+
+        Returns
+        -------
+        dict of str to int
+            The figures.
+        """
         with self._lock:
             counts = {name: self._counts[name] for name in ("requests", "failed", "dropped")}
         return {**counts, "blocks": len(self._index), "packs": self._index.packs}
