@@ -47,7 +47,7 @@ def turns(folder: str, width: int) -> dict[str, list[float]]:
     """Seconds of the next turn, by how it was come by."""
     times: dict[str, list[float]] = {}
     model = gguf_lab.save(Path(folder) / "model.gguf", layers=LAYERS, width=width, inner=4 * width)
-    options = {"host_memory": "512MiB", "stores": f"disk:{folder}/kv-{width}?capacity=1GiB", "piece_bytes": 1 << 20}
+    options = {"host_bytes": "512MiB", "stores": f"disk:{folder}/kv-{width}?capacity=1GiB", "piece_bytes": 1 << 20}
     for seed in range(ROUNDS):
         tokens, others = gguf_lab.prompt(TURN, seed), gguf_lab.prompt(TURN, seed + 100)
         held = [*tokens, 7, 8]

@@ -66,7 +66,7 @@ def turns() -> None:
     toy_model, random = model(), np.random.default_rng(0)
     times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        options = {"host_memory": "256MiB", "weights": "random", "stores": f"disk:{folder}/kv?capacity=1GiB"}
+        options = {"host_bytes": "256MiB", "weights": "random", "stores": f"disk:{folder}/kv?capacity=1GiB"}
         for _ in range(ROUNDS):
             tokens = random.integers(0, mlx_lab.VOCABULARY, TURN + NEXT).tolist()
             theirs = LRUPromptCache()
@@ -100,7 +100,7 @@ def branches() -> None:
     toy_model, random = model(), np.random.default_rng(1)
     system = random.integers(0, mlx_lab.VOCABULARY, TURN).tolist()
     theirs = LRUPromptCache(max_size=1000)
-    with PromptCache(toy_model, host_memory="1GiB") as ours:
+    with PromptCache(toy_model, host_bytes="1GiB") as ours:
         for _ in range(50):
             tokens = system + random.integers(0, mlx_lab.VOCABULARY, NEXT).tolist()
             caches, rest = ours.fetch_nearest_cache("model", tokens)
@@ -117,7 +117,7 @@ def branches() -> None:
 def conversations(seed: int, count: int) -> None:
     for kind in mlx_lab.KINDS:
         toy_model = mlx_lab.model_of(kind)
-        with mlx_lab.prompt_cache(kind, toy_model, host_memory="1MiB") as cache:
+        with mlx_lab.prompt_cache(kind, toy_model, host_bytes="1MiB") as cache:
             engine = mlx_lab.Engine(kind, toy_model, cache)
             mlx_lab.converse(engine, count, np.random.default_rng(seed))
             print(f"{kind}: {engine.hits} hits, {engine.reused} tokens, all logits equal; {engine.against_uncut()}")

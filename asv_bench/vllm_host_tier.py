@@ -165,7 +165,7 @@ def _serve_in_turn(stores: list[str] | None, asked: Any, tokens: int) -> None:
 
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     length = tokens + NEW_TOKENS + serve.BLOCK
-    extra = {"host_memory": "256MiB", "weights": "random 0", "stores": stores}
+    extra = {"host_bytes": "256MiB", "weights": "random 0", "stores": stores}
     script: dict[str, Any] = {
         "shape": "small",
         "processes": False,
@@ -223,7 +223,7 @@ def first_token(rounds: int, tokens: int) -> None:
     extra = {
         "spec_name": "KVPoolOffloadingSpec",
         "spec_module_path": "kvpool.integrations.vllm.spec",
-        "host_memory": "1GiB",
+        "host_bytes": "1GiB",
     }
     script: dict[str, Any] = {
         "shape": "small",
@@ -278,7 +278,7 @@ def worth(rounds: int, tokens: int) -> None:
         extra = {
             "stores": [f"asv_bench.load_grid.Throttled:{bytes_per_s}?capacity=1GiB"],
             "weights": "random 0",
-            "host_memory": (blocks + 2) * BLOCK_BYTES,
+            "host_bytes": (blocks + 2) * BLOCK_BYTES,
             "load": load,
             "load_share": 1.0,
             "load_seconds": 60.0,
@@ -331,7 +331,7 @@ def _tier(side: str, policy: str) -> dict[str, Any]:
     from tests.engines import serve
 
     if side == "kvpool":
-        return serve.transfer({"host_memory": TIER_CHUNKS << 15, "policy": policy}, recovers=False)
+        return serve.transfer({"host_bytes": TIER_CHUNKS << 15, "policy": policy}, recovers=False)
     extra = {
         "spec_name": "CpuSpec",
         "spec_module_path": "tests.engines.cpu_tiers",
@@ -419,7 +419,7 @@ def _serve_conversations(folder: str) -> list[tuple[str, int, list[int], int]]:
 
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     store = f"disk:{folder}/store?capacity=1GiB"
-    extra = {"stores": [store], "weights": "random 0", "host_memory": HOST_CHUNKS * TINY_BLOCK_BYTES, "load": "always"}
+    extra = {"stores": [store], "weights": "random 0", "host_bytes": HOST_CHUNKS * TINY_BLOCK_BYTES, "load": "always"}
     script: dict[str, Any] = {
         "shape": "tiny",
         "processes": False,

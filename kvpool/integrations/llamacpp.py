@@ -114,7 +114,7 @@ class PrefixCache(Closing):
     piece_bytes
         A state is kept in pieces of this many bytes.
     options
-        ``host_memory``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
+        ``host_bytes``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
         ``options.LLAMACPP`` takes. ``{part}`` in the text of a store stands for a name of the model.
 
     Raises
@@ -143,7 +143,7 @@ class PrefixCache(Closing):
             self._blocks = LocalBlocks(
                 piece,
                 _identity(params, settings.weights),
-                settings.host_memory,
+                settings.host_bytes,
                 settings,
                 self._lock,
                 LLAMACPP.history(),

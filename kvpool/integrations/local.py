@@ -63,7 +63,7 @@ class LocalBlocks:
         history: int = 0,
     ) -> None:
         if memory < block_bytes:
-            raise ValueError(f"host_memory: expected {block_bytes} bytes or more, for one block, got {memory}")
+            raise ValueError(f"host_bytes: expected {block_bytes} bytes or more, for one block, got {memory}")
         warm_host_cache([options.policy] if options.policy != "lru" else [])
         self.block_bytes, self._patience = block_bytes, options.load_seconds
         self._storage: HostStorageManager | None = None

@@ -242,12 +242,12 @@ class PromptCache(Closing):
     models
         The model, or a callable that gives the models whose caches are handed over together: the model, and a draft
         model if there is one. It is called when a new model is named.
-    block_tokens
+    tokens_per_block
         Tokens of a block.
     kv_bits, kv_group_size, quantized_kv_start
         As for mlx-lm, if caches may be quantised.
     options
-        ``host_memory``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
+        ``host_bytes``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
         ``options.MLX`` takes. ``{part}`` in the text of a store stands for a name of the model and its layout.
 
     Raises
@@ -258,7 +258,7 @@ class PromptCache(Closing):
 
     Notes
     -----
-    Memory is bounded by ``host_memory``: for one model at a time, whose memory is allocated when it is named first. If
+    Memory is bounded by ``host_bytes``: for one model at a time, whose memory is allocated when it is named first. If
     another one is named, the blocks of the last are dropped; what is in stores stays. With ``kv_bits``, half of it is
     for quantised caches.
 
@@ -270,14 +270,14 @@ class PromptCache(Closing):
         self,
         models: Any,
         *,
-        block_tokens: int = 64,
+        tokens_per_block: int = 64,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         quantized_kv_start: int = 0,
         **options: Any,
     ) -> None:
         self._models: Models = models if callable(models) and not hasattr(models, "layers") else lambda: [models]
-        self._tokens = integer_argument("block_tokens", block_tokens, 1, 1 << 16)
+        self._tokens = integer_argument("tokens_per_block", tokens_per_block, 1, 1 << 16)
         self._bits = None if kv_bits is None else integer_argument("kv_bits", kv_bits, 1, 16)
         self._group = integer_argument("kv_group_size", kv_group_size, 1, 1 << 16)
         self._quantised_from = integer_argument("quantized_kv_start", quantized_kv_start, 0, 1 << 62)
@@ -328,7 +328,7 @@ class PromptCache(Closing):
             self._skipped["unknown"] += 1
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Does nothing: the memory has the size that ``host_memory`` says, whatever is in it."""
+        """Does nothing: the memory has the size that ``host_bytes`` says, whatever is in it."""
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """The blocks in memory, for the log of ``mlx_lm.server``."""
@@ -398,7 +398,7 @@ class PromptCache(Closing):
                         "policy: expected 'lru' for this model, which needs the states at the ends that others evict, "
                         f"got {self._options.policy!r} in {MLX.place}"
                     )
-                identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
+                identity, memory = self._identity(model, layout), self._options.host_bytes // len(makers)
                 blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock, MLX.history())
                 self._shelves.append(_Shelf(layout, blocks))
         except BaseException:
@@ -483,17 +483,17 @@ def _array_of(data: Bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``mlx_lm.server`` with a ``PromptCache``.
 
-    For example ``python -m kvpool.integrations.mlx --host-memory 8GiB --model ...``.
+    For example ``python -m kvpool.integrations.mlx --host-bytes 8GiB --model ...``.
     """
     parser = argparse.ArgumentParser(
         prog="python -m kvpool.integrations.mlx",
         allow_abbrev=False,
         description="mlx_lm.server with kvpool's prompt cache. Other options are those of mlx_lm.server.",
     )
-    parser.add_argument("--host-memory", required=True, help="memory for prompts, such as 8GiB")
+    parser.add_argument("--host-bytes", required=True, help="memory for prompts, such as 8GiB")
     parser.add_argument("--store", action="append", default=[], help="such as disk:/var/kv?capacity=100GiB")
     parser.add_argument("--weights", help="a name of the weights; for a folder, its files identify them")
-    parser.add_argument("--block-tokens", type=int, default=64)
+    parser.add_argument("--tokens-per-block", type=int, default=64)
     options, rest = parser.parse_known_args(arguments)
     with MLX.imports():
         from mlx_lm import server
@@ -508,11 +508,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments = providers[-1].cli_args
         return PromptCache(
             lambda: [providers[-1].model, providers[-1].draft_model],
-            block_tokens=options.block_tokens,
+            tokens_per_block=options.tokens_per_block,
             kv_bits=arguments.kv_bits,
             kv_group_size=arguments.kv_group_size,
             quantized_kv_start=arguments.quantized_kv_start,
-            host_memory=options.host_memory,
+            host_bytes=options.host_bytes,
             stores=options.store,
             weights=options.weights,
         )

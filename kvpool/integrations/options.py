@@ -68,9 +68,9 @@ class EngineOptions:
     """How long the engine computes the tokens of one block, for "faster" where the plug-in does not see it."""
     policy: Literal["lru", "reuse", "agent", "adaptive"] = "lru"
     """Which block of the host memory goes next, as in a pool."""
-    host_memory: int = 0
+    host_bytes: int = 0
     """Bytes of host memory of all workers together."""
-    staging: int = 256 << 20
+    staging_bytes: int = 256 << 20
     """Bytes of memory for the blocks of one part on their way to and from its store, at least two blocks."""
     load_share: float = 0.5
     save_share: float = 0.25
@@ -154,8 +154,8 @@ KINDS = {
     "save": Kind(lambda value: value if value in ("commit", "reuse") else None, "'commit' and 'reuse'"),
     "load": Kind(lambda value: value if value in ("always", "faster") else None, "'always' and 'faster'"),
     "policy": Kind(lambda value: value if value in POLICIES else None, ", ".join(map(repr, POLICIES))),
-    "host_memory": Kind(parse_size, "bytes, or text such as '8GiB'"),
-    "staging": Kind(parse_size, "bytes, or text such as '256MiB'"),
+    "host_bytes": Kind(parse_size, "bytes, or text such as '8GiB'"),
+    "staging_bytes": Kind(parse_size, "bytes, or text such as '256MiB'"),
     "load_share": _SHARE,
     "save_share": _SHARE,
     "compute_seconds": _SECONDS,
@@ -293,7 +293,7 @@ VLLM = EnginePlugin(
     tested=("0.32.0",),
     place="kv_connector_extra_config",
     options={
-        "host_memory": 0,
+        "host_bytes": 0,
         "policy": "lru",
         "stores": (),
         "weights": None,
@@ -305,7 +305,7 @@ VLLM = EnginePlugin(
         "save_seconds": 60.0,
         "retry_seconds": 1.0,
     },
-    needs=("host_memory",),
+    needs=("host_bytes",),
     others=(
         "spec_name",
         "spec_module_path",
@@ -346,7 +346,14 @@ def _staged(package: str, engine: str, tested: str, place: str, *others: str) ->
         packages=(package,),
         tested=(tested,),
         place=place,
-        options={"stores": (), "weights": None, "kv_dtype": "", "load": "always", "staging": 256 << 20, **seconds},
+        options={
+            "stores": (),
+            "weights": None,
+            "kv_dtype": "",
+            "load": "always",
+            "staging_bytes": 256 << 20,
+            **seconds,
+        },
         needs=("stores", "weights"),
         one_store=True,
         others=others,
@@ -378,7 +385,7 @@ def _local(module: str, package: str, tested: str, place: str, *without: str) ->
         tested=(tested,),
         place=place,
         options=options,
-        needs=("host_memory",),
+        needs=("host_bytes",),
     )
 
 

@@ -124,7 +124,7 @@ class StagedBlocks:
     identity
         Whose KV this is.
     options
-        ``staging``: bytes of memory for rows, at least two blocks. Half of them are kept for loads. ``find_seconds``,
+        ``staging_bytes``: memory for rows, at least two blocks. Half of them are kept for loads. ``find_seconds``,
         ``load_seconds`` and ``save_seconds``: how long such a call may take, and a drop as long as a save. Copies to
         and from the engine come on top of it. ``load``, ``compute_seconds``: whether hits are weighed against the
         engine, see ``find_hit``.
@@ -145,7 +145,7 @@ class StagedBlocks:
     def __init__(self, store: Store, block_bytes: int, identity: ModelIdentity, options: EngineOptions):
         size = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
         row_padding = row_padding_of(store)
-        rows = max(2, options.staging // (size + row_padding))
+        rows = max(2, options.staging_bytes // (size + row_padding))
         whole = rows * (size + row_padding)
         memory = staging_rows(1, whole)[0, :whole].reshape(rows, size + row_padding)
         health = CircuitBreaker(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)

@@ -46,7 +46,7 @@ def transfer(extra: dict[str, Any], *, recovers: bool = True, faulty: bool = Fal
         }
         connector |= {"kv_load_failure_policy": "recompute"}
     named = {"spec_name": spec[0], "spec_module_path": spec[1]}
-    return {**connector, "kv_connector_extra_config": {**named, "host_memory": "64MiB", **extra}}
+    return {**connector, "kv_connector_extra_config": {**named, "host_bytes": "64MiB", **extra}}
 
 
 def endpoint(folder: Path) -> str:

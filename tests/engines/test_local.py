@@ -62,7 +62,7 @@ class DistantStore(KeptStore):
 
 def local_blocks(blocks: int = 4, **options: Any) -> LocalBlocks:
     """Blocks whose lock this thread holds, as a plug-in does in each of its calls."""
-    read = MLX.read({"host_memory": blocks * BLOCK, **options})
+    read = MLX.read({"host_bytes": blocks * BLOCK, **options})
     lock = threading.RLock()
     lock.acquire()
     return LocalBlocks(BLOCK, IDENTITY, blocks * BLOCK, read, lock)

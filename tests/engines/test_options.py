@@ -34,14 +34,12 @@ GOOD = {"stores": "memory:?capacity=1MiB", "weights": "1"}
 
 
 def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> None:
-    read = ONE_STORE.read({**GOOD, "staging": "64KiB", "load_seconds": 2, "module_path": "x"})
-    assert read == EngineOptions(stores=(GOOD["stores"],), weights="1", staging=1 << 16, load_seconds=2.0)
+    read = ONE_STORE.read({**GOOD, "staging_bytes": "64KiB", "load_seconds": 2, "module_path": "x"})
+    assert read == EngineOptions(stores=(GOOD["stores"],), weights="1", staging_bytes=1 << 16, load_seconds=2.0)
     assert (read.kind, read.separate, read.persistent) == ("memory", True, [])
-    host = HOST_TIER.read({"host_memory": "1GiB", "stores": ["memory:", "disk:/a"], "block_size": 64})
-    assert host == EngineOptions(
-        host_memory=1 << 30, stores=("memory:", "disk:/a"), load_seconds=2.0, save_seconds=60.0
-    )
-    assert not HOST_TIER.read({"host_memory": 1}).stores
+    host = HOST_TIER.read({"host_bytes": "1GiB", "stores": ["memory:", "disk:/a"], "block_size": 64})
+    assert host == EngineOptions(host_bytes=1 << 30, stores=("memory:", "disk:/a"), load_seconds=2.0, save_seconds=60.0)
+    assert not HOST_TIER.read({"host_bytes": 1}).stores
 
 
 @pytest.mark.parametrize(
@@ -53,7 +51,7 @@ def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> No
         ({"weights": ""}, "weights: expected .*, got none in its file"),
         ({"weights": 3}, "weights: expected .*, got 3 in"),
         ({"kv_dtype": "auto"}, "kv_dtype: expected a text that names the type.*got 'auto' in its file"),
-        ({"staging": "much"}, "staging: expected .*, got 'much' in"),
+        ({"staging_bytes": "much"}, "staging_bytes: expected .*, got 'much' in"),
         ({"load_seconds": 0}, "load_seconds: expected .*, got 0 in"),
         ({"find_seconds": float("nan")}, "find_seconds: expected .*, got nan in"),
         ({"save_seconds": True}, "save_seconds: expected .*, got True in"),
@@ -72,10 +70,10 @@ def test_options_that_are_not_accepted_say_so(change: dict[str, Any], words: str
 
 @pytest.mark.parametrize("given", [None, "", "8GX", "8 gibs", -1, "much", 1.5, True, [8]])
 def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="host_memory"):
-        HOST_TIER.read({"host_memory": given})
+    with pytest.raises(ValueError, match="host_bytes"):
+        HOST_TIER.read({"host_bytes": given})
     with pytest.raises(ValueError, match="save: expected 'commit' and 'reuse', got 'never' in its file"):
-        HOST_TIER.read({"host_memory": 1, "save": "never"})
+        HOST_TIER.read({"host_bytes": 1, "save": "never"})
 
 
 @pytest.mark.parametrize(
@@ -93,33 +91,33 @@ def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str],
     ("slip", "meant"),
     [
         ("weigths", "weights"),
-        ("host_memroy", "host_memory"),
+        ("host_byets", "host_bytes"),
         ("retry_second", "retry_seconds"),
         ("loadshare", "load_share"),
     ],
 )
 def test_a_slip_of_an_option_is_refused_with_the_name_that_is_meant(slip: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"options: expected .*, got {slip} \(is {meant} meant\?\)"):
-        HOST_TIER.read({"host_memory": 1, slip: "1"})
+        HOST_TIER.read({"host_bytes": 1, slip: "1"})
 
 
 @pytest.mark.parametrize("plugin", [LLAMACPP, SGLANG, LMCACHE])
 def test_a_policy_is_refused_where_there_is_nothing_that_it_could_choose_from(plugin: EnginePlugin) -> None:
     with pytest.raises(ValueError, match=f"options: expected some of .*stores.*got .*policy in {plugin.place}"):
-        plugin.read({"policy": "agent", "host_memory": 1, "stores": "memory:?capacity=1MiB", "weights": "a"})
+        plugin.read({"policy": "agent", "host_bytes": 1, "stores": "memory:?capacity=1MiB", "weights": "a"})
 
 
 @pytest.mark.parametrize("plugin", [VLLM, MLX])
 def test_a_host_tier_of_kvpool_takes_a_policy(plugin: EnginePlugin) -> None:
-    assert [plugin.read({"host_memory": 1, "policy": name}).policy for name in POLICIES] == list(POLICIES)
+    assert [plugin.read({"host_bytes": 1, "policy": name}).policy for name in POLICIES] == list(POLICIES)
     with pytest.raises(ValueError, match="policy: expected 'lru', 'reuse', 'agent', 'adaptive'.*got 'fifo' in .*"):
-        plugin.read({"host_memory": 1, "policy": "fifo"})
+        plugin.read({"host_bytes": 1, "policy": "fifo"})
 
 
 def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    read = {"host_memory": 1, "eviction_policy": "arc", "cpu_bytes_to_use": 1, "offload_prompt_only": False}
+    read = {"host_bytes": 1, "eviction_policy": "arc", "cpu_bytes_to_use": 1, "offload_prompt_only": False}
     with caplog.at_level(logging.WARNING, "toy.kvpool"):
-        assert HOST_TIER.read(read) == HOST_TIER.read({"host_memory": 1}) == HOST_TIER.read(read, quiet=True)
+        assert HOST_TIER.read(read) == HOST_TIER.read({"host_bytes": 1}) == HOST_TIER.read(read, quiet=True)
     (record,) = caplog.records
     assert record.getMessage().endswith("ignored in its file: cpu_bytes_to_use, eviction_policy")
 
@@ -150,7 +148,7 @@ def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch
 
 @pytest.mark.parametrize("given", ["8Gi", "8GiB", "8 gib", "8192Mi", 8 << 30])
 def test_sizes_are_read_as_people_write_them(given: Any) -> None:
-    assert HOST_TIER.read({"host_memory": given}).host_memory == 8 << 30
+    assert HOST_TIER.read({"host_bytes": given}).host_bytes == 8 << 30
 
 
 @pytest.mark.parametrize(
@@ -158,10 +156,10 @@ def test_sizes_are_read_as_people_write_them(given: Any) -> None:
     [("load_share", 1, 1.01), ("save_share", 0.1, 0), ("retry_seconds", 0.5, 0), ("save_seconds", 60, 3601)],
 )
 def test_the_settings_of_stores_are_options(option: str, good: float, bad: float) -> None:
-    read = HOST_TIER.read({"host_memory": 1, option: good})
+    read = HOST_TIER.read({"host_bytes": 1, option: good})
     assert getattr(read, option) == good
     with pytest.raises(ValueError, match=f"{option}: expected .*got {bad} in its file"):
-        HOST_TIER.read({"host_memory": 1, option: bad})
+        HOST_TIER.read({"host_bytes": 1, option: bad})
 
 
 def test_engines_of_one_model_have_one_identity_and_all_others_another() -> None:

@@ -33,7 +33,7 @@ def make(store: Wrong) -> Iterator[Open]:
 
     def make(rows: int = 8, **more: Any) -> StagedBlocks:
         seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600.0)
-        options = EngineOptions(staging=rows * BLOCK_BYTES, **seconds, **more)
+        options = EngineOptions(staging_bytes=rows * BLOCK_BYTES, **seconds, **more)
         blocks = StagedBlocks(store, BLOCK_BYTES, IDENTITY, options)
         opened.append(blocks)
         return blocks

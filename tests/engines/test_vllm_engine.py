@@ -174,11 +174,11 @@ WAYS = {
     ),
     "two blocks a chunk, little host memory": (
         "tiny",
-        {"blocks_per_chunk": 2, "host_memory": "1300KiB"},
+        {"blocks_per_chunk": 2, "host_bytes": "1300KiB"},
         {"events": True},
     ),
     "sliding windows": ("windowed", {}, {}),
-    "sliding windows, little host memory": ("windowed", {"host_memory": "1300KiB"}, {}),
+    "sliding windows, little host memory": ("windowed", {"host_bytes": "1300KiB"}, {}),
 }
 
 

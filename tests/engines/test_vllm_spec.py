@@ -92,7 +92,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 @pytest.mark.parametrize(("workers", "per_chunk", "blocks"), [(1, 1, 256), (2, 1, 128), (1, 4, 64), (4, 4, 16)])
 def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks: int) -> None:
-    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}, workers=workers, per_chunk=per_chunk))
+    spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "1MiB"}, workers=workers, per_chunk=per_chunk))
     assert spec.host_blocks == blocks
     assert spec.share == per_chunk * BLOCK_BYTES
 
@@ -100,17 +100,17 @@ def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (config({}), "host_memory"),
-        (config({"host_memory": 4095}), "4096 bytes"),
-        (config({"host_memory": "1GiB"}, canonical_layout=True), "canonical_layout=True.*does not certify"),
-        (config({"host_memory": "1GiB"}, worker_kv_bytes_per_block=0), "no bytes"),
+        (config({}), "host_bytes"),
+        (config({"host_bytes": 4095}), "4096 bytes"),
+        (config({"host_bytes": "1GiB"}, canonical_layout=True), "canonical_layout=True.*does not certify"),
+        (config({"host_bytes": "1GiB"}, worker_kv_bytes_per_block=0), "no bytes"),
         (
-            config({"host_memory": "1GiB", "stores": ["memory:"]}, context=2),
+            config({"host_bytes": "1GiB", "stores": ["memory:"]}, context=2),
             "expected none without tensor and pipeline",
         ),
-        (config({"host_memory": "1GiB", "stores": [1]}), r"stores: expected .*got \[1\]"),
-        (config({"host_memory": "1GiB", "stores": ["memory:"]}), '"kv_connector": "KVPoolOffloadingConnector"'),
-        (config({"host_memory": "1GiB", "weigths": "1"}), "is weights meant"),
+        (config({"host_bytes": "1GiB", "stores": [1]}), r"stores: expected .*got \[1\]"),
+        (config({"host_bytes": "1GiB", "stores": ["memory:"]}), '"kv_connector": "KVPoolOffloadingConnector"'),
+        (config({"host_bytes": "1GiB", "weigths": "1"}), "is weights meant"),
     ],
 )
 def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> None:
@@ -118,7 +118,7 @@ def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> No
         vllm.KVPoolOffloadingSpec(made)
 
 
-LASTING = {"host_memory": "1GiB", "stores": ["disk:/a"], "weights": "1"}
+LASTING = {"host_bytes": "1GiB", "stores": ["disk:/a"], "weights": "1"}
 
 
 def test_only_hashes_with_a_random_start_need_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_only_hashes_with_a_random_start_need_a_seed(monkeypatch: pytest.MonkeyP
 
 def test_one_line_says_what_was_decided(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving():
-        spec = vllm.KVPoolOffloadingSpec(config(LASTING | {"host_memory": "1MiB"}, per_chunk=2))
+        spec = vllm.KVPoolOffloadingSpec(config(LASTING | {"host_bytes": "1MiB"}, per_chunk=2))
     said(caplog, monkeypatch)
     spec.get_manager().shutdown()
     (line,) = [record.getMessage() for record in caplog.records if "host tier of" in record.getMessage()]
@@ -152,7 +152,7 @@ def test_a_tier_that_one_request_does_not_fit_into_is_warned_of(
     longest: int, window: int, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(longest=longest, window=window):
-        spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
+        spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "1MiB"}))
     said(caplog, monkeypatch)
     spec.get_manager().shutdown()
     assert (f"max_model_len={longest} takes 257 host blocks, and there are 256" in caplog.text) == warned
@@ -165,7 +165,7 @@ from kvpool.integrations.options import EngineOptions
 from tests.engines import test_vllm_spec as specs, vllm_lab as managers
 stores, per_chunk = sys.argv[1] == "stores", int(sys.argv[2])
 with specs.serving():
-    spec = specs.vllm.KVPoolOffloadingSpec(specs.config({"host_memory": "64KiB"}, per_chunk=per_chunk))
+    spec = specs.vllm.KVPoolOffloadingSpec(specs.config({"host_bytes": "64KiB"}, per_chunk=per_chunk))
 worker = specs.worker_of(spec, [torch.zeros((12, specs.BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)])
 real = spec.get_manager()
 compiled = specs.serve.compilations()
@@ -208,7 +208,7 @@ def test_no_request_compiles_anything(stores: str, per_chunk: int) -> None:
 def test_compiling_is_logged_at_its_start_and_its_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}))
+    spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "64KiB"}))
     said(caplog, monkeypatch)
     spec.get_manager().shutdown()
     worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)]).shutdown()
@@ -220,7 +220,7 @@ def test_compiling_is_logged_at_its_start_and_its_end(
 
 def test_what_is_compiled_leaves_no_trace() -> None:
     """A worker copies a block to the host and back before any request has one."""
-    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}))
+    spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "64KiB"}))
     tensors = [torch.full((12, BLOCK_BYTES // 2), 7, dtype=torch.int8) for _ in range(2)]
     worker = worker_of(spec, tensors)
     assert all((tensor == 7).all() for tensor in tensors)
@@ -231,9 +231,9 @@ def test_what_is_compiled_leaves_no_trace() -> None:
 
 
 def test_the_index_and_the_memory_of_every_worker_belong_together() -> None:
-    specs = [vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}, workers=2)) for _ in range(2)]
+    specs = [vllm.KVPoolOffloadingSpec(config({"host_bytes": "1MiB"}, workers=2)) for _ in range(2)]
     assert specs[0].identity == specs[1].identity
-    other = vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}, workers=2, engine_id="another"))
+    other = vllm.KVPoolOffloadingSpec(config({"host_bytes": "1MiB"}, workers=2, engine_id="another"))
     assert other.identity != specs[0].identity
 
 
@@ -250,7 +250,7 @@ def worker_of(spec: Any, tensors: list[Any]) -> Any:
 def test_a_failed_load_is_a_success_only_where_somebody_computes_it(
     recovers: bool, expedited: bool, survives: bool
 ) -> None:
-    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}))
+    spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "64KiB"}))
     worker = worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)])
     worker.recovers = recovers
     worker.submit_load(1, vllm.HostBlocks((3,)), base.GPULoadStoreSpec([7], (1, 0), (0, 0)), expedited)
@@ -263,7 +263,7 @@ def test_a_failed_load_is_a_success_only_where_somebody_computes_it(
 def test_a_worker_loads_what_a_store_has_brought_where_the_scheduler_says_that_it_is_whole(
     partial: Any, comes: bool
 ) -> None:
-    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}, per_chunk=2))
+    spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "64KiB"}, per_chunk=2))
     worker = worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)])
     worker.submit_store(1, base.GPULoadStoreSpec([1], (1, 0), (0, 0)), vllm.HostBlocks((3,)))
     worker.wait({1})
@@ -278,7 +278,7 @@ def test_a_worker_loads_what_a_store_has_brought_where_the_scheduler_says_that_i
 def test_a_worker_stores_and_loads_what_vllm_names() -> None:
     """As in ``tests/v1/kv_offload/cpu/test_gpu_worker.py`` of vLLM: two groups over the same tensors, chunks of two
     blocks, and a load that begins in the middle of one."""
-    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}, per_chunk=2))
+    spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "64KiB"}, per_chunk=2))
     tensors = [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)]
     worker = worker_of(spec, tensors)
     random = np.random.default_rng(7)
@@ -354,7 +354,7 @@ def test_what_all_workers_have_alike_is_kept_once(first_says: None) -> None:
     """Latent attention: vLLM has the first worker store, and all load."""
     tensors = [noise(seed, 2, 12, BLOCK_BYTES // 2) for seed in (1, 2)]
     more = {"workers": 2, "replicated_layout": True}
-    specs, workers = workers_of([caches_of(tensor) for tensor in tensors], {"host_memory": "64KiB"}, **more)
+    specs, workers = workers_of([caches_of(tensor) for tensor in tensors], {"host_bytes": "64KiB"}, **more)
     assert [spec.host_blocks for spec in specs] == [16, 16] and all(spec.replicated_layout for spec in specs)
     assert moved(workers[0], 1, [1, 2], (3, 0), load=False)
     assert moved(workers[1], 2, [7, 8], (3, 0), load=True), "it attaches what the first one has"
@@ -368,7 +368,7 @@ def test_what_all_workers_have_alike_is_kept_once(first_says: None) -> None:
 @pytest.mark.parametrize("stores", [False, True])
 def test_stages_have_their_own_layers(first_says: None, stores: bool) -> None:
     shares = [noise(seed, layers, 12, 512) for seed, layers in ((1, 2), (2, 2 if stores else 3))]
-    extra = {"host_memory": "64KiB"} | ({"stores": ["memory:"], "weights": "1"} if stores else {})
+    extra = {"host_bytes": "64KiB"} | ({"stores": ["memory:"], "weights": "1"} if stores else {})
     specs, workers = [], []
     with serving():
         for rank, tensors in enumerate(shares):
@@ -462,14 +462,14 @@ def test_a_host_block_is_the_same_with_any_number_of_workers(layout: str, per_ch
         }
         full = [certified(layout, values, rank, workers) for rank in range(workers)]
         empty = [certified(layout, nothing, rank, workers) for rank in range(workers)]
-        specs, storing = workers_of(full, {"host_memory": 8 * 3 * page * per_chunk}, **more)
+        specs, storing = workers_of(full, {"host_bytes": 8 * 3 * page * per_chunk}, **more)
         identities.add(specs[0].identity)
         hosts = (5, 1)[: 4 // per_chunk // 2]
         stored = [4, 1, 5, 2][: len(hosts) * per_chunk]
         assert all(moved(worker, 1, stored, hosts, load=False) for worker in storing)
         tier = tiers[workers] = kvpool.HostTier.attach(specs[0].description)
         assert (tier.blocks[list(hosts)] == tiers[1].blocks[list(hosts)]).all(), "the bytes of one worker"
-        others, loading = workers_of(empty, {"host_memory": 8 * 3 * page * per_chunk}, **more)
+        others, loading = workers_of(empty, {"host_bytes": 8 * 3 * page * per_chunk}, **more)
         kvpool.HostTier.attach(others[0].description).blocks[...] = tiers[1].blocks
         assert all(moved(worker, 1, stored, hosts, load=True) for worker in loading)
         for cache, other in zip(full, empty, strict=True):
@@ -481,7 +481,7 @@ def test_a_host_block_is_the_same_with_any_number_of_workers(layout: str, per_ch
 
 
 def test_a_layer_that_vllm_does_not_certify_is_refused_in_the_canonical_layout(first_says: None) -> None:
-    made = config({"host_memory": "64KiB"}, canonical_layout=True, agnostic=True, kv_cache_layout="LBNHC")
+    made = config({"host_bytes": "64KiB"}, canonical_layout=True, agnostic=True, kv_cache_layout="LBNHC")
     with pytest.raises(ValueError, match="does not certify the layout of all layers"):
         vllm.KVPoolOffloadingSpec(made).get_worker(caches_of(noise(1, 2, 12, 512)))
 
@@ -500,7 +500,7 @@ def test_the_commands_that_are_shown_are_what_the_tests_run() -> None:
     for command, extra in zip(commands, ({}, with_stores), strict=True):
         model, *options = shlex.split(command)
         parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options])).kv_transfer_config
-        wanted = serve.transfer({"host_memory": "8GiB", **extra})
+        wanted = serve.transfer({"host_bytes": "8GiB", **extra})
         assert {name: getattr(parsed, name) for name in wanted} == wanted
 
 

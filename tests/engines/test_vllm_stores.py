@@ -33,7 +33,7 @@ def disk(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("processes", [False, True], ids=["in one process", "engine core in a process"])
 def test_what_the_host_has_evicted_comes_back_from_a_store(runs: Runs, processes: bool) -> None:
-    options = {"host_memory": LITTLE, "stores": ["memory:?capacity=64MiB"], "weights": "random 0"}
+    options = {"host_bytes": LITTLE, "stores": ["memory:?capacity=64MiB"], "weights": "random 0"}
     loaded = runs.run("tiny", options, processes=processes, waves=LONG)
     assert differing(runs.run("tiny", None, waves=LONG), loaded) == {}
     assert counted(loaded, "evicted_chunks") > 0 and counted(loaded, "failed_loads") == 0
@@ -44,7 +44,7 @@ def test_what_the_host_has_evicted_comes_back_from_a_store(runs: Runs, processes
 
 
 def test_where_loads_are_weighed_against_computing_tokens_are_the_same(runs: Runs) -> None:
-    options = {"host_memory": LITTLE, "stores": ["memory:?capacity=64MiB"], "weights": "random 0", "load": "faster"}
+    options = {"host_bytes": LITTLE, "stores": ["memory:?capacity=64MiB"], "weights": "random 0", "load": "faster"}
     loaded = runs.run("tiny", options, waves=LONG)
     assert differing(runs.run("tiny", None, waves=LONG), loaded) == {}
     assert counted(loaded, "failed_loads") == 0

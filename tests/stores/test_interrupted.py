@@ -255,7 +255,7 @@ def test_jobs_whose_callback_a_handler_has_interrupted_are_reported_again() -> N
 @pytest.mark.parametrize("kind", ["save", "load"])
 def test_rows_of_staged_blocks_come_back_with_the_next_call(kind: str) -> None:
     seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600.0)
-    options, names = EngineOptions(staging=8 * BLOCK_BYTES, **seconds), [b"a", b"b"]
+    options, names = EngineOptions(staging_bytes=8 * BLOCK_BYTES, **seconds), [b"a", b"b"]
     blocks = StagedBlocks(MemoryStore(1 << 20), BLOCK_BYTES, IDENTITY, options)
 
     def fill(place: int, row: Any) -> None:

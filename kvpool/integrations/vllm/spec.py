@@ -205,7 +205,7 @@ class KVPoolOffloadingWorker(base.OffloadingWorker):
 class KVPoolOffloadingSpec(base.OffloadingSpec):
     """The factory of both sides. vLLM makes one in the scheduler's process and one in each worker's.
 
-    Its options are in ``kv_connector_extra_config``: those that ``options.VLLM`` takes. ``host_memory``
+    Its options are in ``kv_connector_extra_config``: those that ``options.VLLM`` takes. ``host_bytes``
     is the memory of all workers together, in bytes or as text such as ``"8GiB"``. ``stores`` are the stores behind it,
     such as ``["disk:/path?capacity=100GiB"]``, with ``save`` ("commit" or "reuse"), ``weights``, a text that tells the
     model's weights from others, ``load_seconds`` and more. vLLM's own options that belong to no backend work too
@@ -239,9 +239,11 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         in_worker = self._deployment is not None and not self._deployment.scheduler
         self.options = VLLM.read(self.extra_config, quiet=in_worker)
         chunk = self.share * (1 if self.replicated_layout else parallel.world_size)
-        self.host_blocks = self.options.host_memory // chunk
+        self.host_blocks = self.options.host_bytes // chunk
         if not self.host_blocks:
-            raise ValueError(f"host_memory={self.extra_config['host_memory']!r}: a chunk takes {chunk} bytes")
+            raise ValueError(
+                f"host_bytes: expected {chunk} bytes or more, for one chunk, got {self.extra_config['host_bytes']!r}"
+            )
         self.identity = identity(config, installed)
         self.stores = self.options.stores
         self.stored_as = self._identity_in_stores() if self.stores else None
@@ -294,9 +296,9 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         if self.chunks_of(longest) > self.host_blocks:
             least = self.chunks_of(longest) * self.share * self.config.parallel.world_size
             log.warning(
-                "kvpool: host_memory=%r: one request of max_model_len=%d takes %d host blocks, and there are %d. What "
+                "kvpool: host_bytes=%r: one request of max_model_len=%d takes %d host blocks, and there are %d. What "
                 "does not fit is not kept. Give %.1f GiB or more",
-                self.extra_config["host_memory"],
+                self.extra_config["host_bytes"],
                 longest,
                 self.chunks_of(longest),
                 self.host_blocks,

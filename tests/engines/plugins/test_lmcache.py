@@ -110,7 +110,7 @@ def test_each_kind_of_task_has_an_event_of_its_own(make: Any) -> None:
 
 
 def test_tasks_of_objects_outside_of_lmcaches_memory(make: Any) -> None:
-    adapter = make(staging=4 * SIZE)
+    adapter = make(staging_bytes=4 * SIZE)
     stored_keys, content = keys(9), objects(9, first=0)
     result = lab.store(adapter, stored_keys, content)
     assert result.is_successful() and result.bytes_transferred() == 9 * SIZE

@@ -56,7 +56,7 @@ def test_pages_come_back_byte_for_byte_after_a_restart(
     if interface == "v1 without views":
         monkeypatch.setattr(plugin, "_views", lambda pool: False)
     interface_v1 = int(interface != "generic")
-    before = attach(pool, interface_v1=interface_v1, staging=4 * 512)
+    before = attach(pool, interface_v1=interface_v1, staging_bytes=4 * 512)
     kept = pool.alloc(10 * PAGE)[torch.arange(10 * PAGE).view(10, PAGE).flip(0).flatten()]
     pages = lab.write(pool, kept, seed=1)
     assert back_up(before, kept, TOKENS) == len(TOKENS)

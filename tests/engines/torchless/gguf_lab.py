@@ -133,7 +133,7 @@ def params(model: Path, **settings: Any) -> Any:
 
 
 def prefix_cache(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> PrefixCache:
-    sizes: dict[str, Any] = {"host_memory": "32MiB", "piece_bytes": 1 << 16}
+    sizes: dict[str, Any] = {"host_bytes": "32MiB", "piece_bytes": 1 << 16}
     return PrefixCache(params(model, **(settings or {})), **(sizes | options))
 
 

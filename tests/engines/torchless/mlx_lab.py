@@ -78,7 +78,7 @@ def model_of(kind: str, seed: int = 0) -> Any:
 
 def prompt_cache(kind: str, model: Any, **options: Any) -> PromptCache:
     quantised: dict[str, Any] = {"kv_bits": BITS, "kv_group_size": GROUP} if kind == "quantised" else {}
-    return PromptCache(model, **({"block_tokens": 16, "host_memory": "4MiB"} | quantised | options))
+    return PromptCache(model, **({"tokens_per_block": 16, "host_bytes": "4MiB"} | quantised | options))
 
 
 def empty(kind: str, model: Any) -> list[Any]:

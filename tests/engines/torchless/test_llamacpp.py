@@ -47,7 +47,7 @@ def test_conversations_get_the_tokens_that_a_new_engine_gives(model: Path) -> No
     seed = int(os.environ.get("KVPOOL_SEED", "5"))
     print(f"seed {seed}")
     random, systems, live, reused = np.random.default_rng(seed), [prompt(150, 1), prompt(90, 2)], [], 0
-    with prefix_cache(model, host_memory="8MiB") as cache, prefix_cache(model, {"cache_prompt": False}) as plain:
+    with prefix_cache(model, host_bytes="8MiB") as cache, prefix_cache(model, {"cache_prompt": False}) as plain:
         for _ in range(int(os.environ.get("KVPOOL_CONVERSATIONS", "12"))):
             tokens = list(systems[random.integers(2)] if random.random() < 0.5 or not live else live[-1])
             for _ in range(2):
@@ -119,7 +119,7 @@ def test_after_a_kill_the_next_process_answers_from_what_was_saved(model: Path, 
         assert process.stdout is not None
         expected = json.loads(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-    with prefix_cache(model, host_memory="16MiB") as new:
+    with prefix_cache(model, host_bytes="16MiB") as new:
         tokens = prompt(300, 1)
         tokens += answer(new, tokens)[0]
     with prefix_cache(model, stores=store) as cache:
@@ -130,7 +130,7 @@ def test_after_a_kill_the_next_process_answers_from_what_was_saved(model: Path, 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_a_restart_finds_a_state_that_nearly_fills_the_memory(attention: Path, tmp_path: Path, share: float) -> None:
     store, tokens = f"disk:{tmp_path}/kv?capacity=64MiB", prompt(1200, 1)
-    settings: dict[str, Any] = {"host_memory": "512KiB", "stores": store, "load_share": share}
+    settings: dict[str, Any] = {"host_bytes": "512KiB", "stores": store, "load_share": share}
     with prefix_cache(attention, **settings) as cache:
         tokens += answer(cache, tokens)[0]
         assert cache.drain(600)
@@ -176,7 +176,7 @@ def test_a_state_that_llama_refuses_is_computed_and_counted(attention: Path) -> 
 
 
 def test_a_state_larger_than_the_memory_is_not_kept_and_counted(attention: Path) -> None:
-    with prefix_cache(attention, host_memory="64KiB") as cache:
+    with prefix_cache(attention, host_bytes="64KiB") as cache:
         answer(cache, prompt(400, 1))
         assert cache.stats().nbytes == 0
         assert cache.stats().skipped == {"crowded": 1}
@@ -201,8 +201,8 @@ def test_nobody_else_can_ask_the_server(attention: Path) -> None:
 
 
 def test_bad_input_is_refused_and_the_next_prompt_is_served(attention: Path) -> None:
-    with pytest.raises(ValueError, match="host_memory: expected .*, got none"):
-        prefix_cache(attention, host_memory=None)
+    with pytest.raises(ValueError, match="host_bytes: expected .*, got none"):
+        prefix_cache(attention, host_bytes=None)
     with pytest.raises(ValueError, match="name its weights"):
         prefix_cache(attention.with_name("absent"))
     with prefix_cache(attention) as cache:

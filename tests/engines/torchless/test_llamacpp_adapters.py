@@ -143,7 +143,7 @@ def test_conversations_with_adapters_in_turn_get_the_tokens_of_a_new_server(lab:
     print(f"seed {seed}")
     random, reused = np.random.default_rng(seed), 0
     live = {name: prompt(150, 1) for name in LORAS}
-    with lab.cache(host_memory="2MiB") as cache:
+    with lab.cache(host_bytes="2MiB") as cache:
         for name in random.choice([*LORAS], 24).tolist():
             live[name] = live[name] + random.integers(3, 259, int(random.integers(1, 40))).tolist()
             reply, known = answer(cache, live[name], lora=LORAS[name])

@@ -41,7 +41,7 @@ def test_logits_are_those_of_the_engines_own_kv(kind: str, memory: str) -> None:
     seed = int(os.environ.get("KVPOOL_SEED", "3"))
     print(f"seed {seed}")
     model = mlx_lab.model_of(kind)
-    with mlx_lab.prompt_cache(kind, model, host_memory=memory) as cache:
+    with mlx_lab.prompt_cache(kind, model, host_bytes=memory) as cache:
         engine = mlx_lab.Engine(kind, model, cache)
         mlx_lab.converse(engine, int(os.environ.get("KVPOOL_CONVERSATIONS", "12")), np.random.default_rng(seed))
         print(f"{engine.hits} hits, {engine.reused} tokens, {cache.stats()}; {engine.against_uncut()}")
@@ -89,7 +89,7 @@ def test_branches_share_the_blocks_of_their_prompt() -> None:
 
 def test_a_prompt_larger_than_the_memory_keeps_its_beginning() -> None:
     model, tokens = mlx_lab.model_of("full attention"), prompt(400)
-    with mlx_lab.prompt_cache("full attention", model, host_memory=5 * 6144) as cache:
+    with mlx_lab.prompt_cache("full attention", model, host_bytes=5 * 6144) as cache:
         cache.insert_cache("model", tokens, mlx_lab.computed("full attention", model, tokens))
         known = 400 - len(cache.fetch_nearest_cache("model", tokens)[1])
         assert known == len(cache) * 16 > 0
@@ -132,10 +132,10 @@ def test_another_model_finds_nothing_and_has_the_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"host_memory": None}, ValueError, "host_memory: expected .*, got none"),
-        ({"host_memory": "much"}, ValueError, "host_memory: .*'much'"),
-        ({"block_tokens": 0}, ValueError, "block_tokens: .*0"),
-        ({"hostmemory": "1GiB"}, ValueError, "is host_memory meant"),
+        ({"host_bytes": None}, ValueError, "host_bytes: expected .*, got none"),
+        ({"host_bytes": "much"}, ValueError, "host_bytes: .*'much'"),
+        ({"tokens_per_block": 0}, ValueError, "tokens_per_block: .*0"),
+        ({"hostbytes": "1GiB"}, ValueError, "is host_bytes meant"),
         ({"save": "sometimes"}, ValueError, "save: .*'sometimes'"),
     ],
 )
@@ -146,9 +146,9 @@ def test_bad_options_are_refused_at_once(options: dict[str, Any], error: type[Ex
 
 def test_the_first_call_says_that_no_block_fits_and_that_weights_are_missing(tmp_path: Path) -> None:
     model = mlx_lab.model_of("full attention")
-    with mlx_lab.prompt_cache("full attention", model, host_memory=100) as small:
+    with mlx_lab.prompt_cache("full attention", model, host_bytes=100) as small:
         for _ in range(2):
-            with pytest.raises(ValueError, match="host_memory: expected 6144 bytes or more, for one block, got 100"):
+            with pytest.raises(ValueError, match="host_bytes: expected 6144 bytes or more, for one block, got 100"):
                 small.fetch_nearest_cache("model", [1, 2])
     with mlx_lab.prompt_cache("full attention", model, stores=f"disk:{tmp_path / 'kv'}?capacity=1MiB") as nameless:
         with pytest.raises(ValueError, match="name its weights"):
@@ -200,7 +200,7 @@ def test_a_restart_finds_all_that_the_process_found_however_large(kind: str, sha
     known, logits = [], []
     caches = mlx_lab.computed(kind, model, tokens)
     for restart in range(2):
-        with mlx_lab.prompt_cache(kind, model, host_memory="512KiB", weights=WEIGHTS, **settings) as cache:
+        with mlx_lab.prompt_cache(kind, model, host_bytes="512KiB", weights=WEIGHTS, **settings) as cache:
             if not restart:
                 cache.insert_cache("model", tokens, caches)
                 assert cache.drain(600)
@@ -341,9 +341,9 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         sys.executable,
         "-m",
         "kvpool.integrations.mlx",
-        "--host-memory",
+        "--host-bytes",
         "16MiB",
-        "--block-tokens",
+        "--tokens-per-block",
         "16",
         "--store",
         f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB",
