@@ -159,7 +159,7 @@ def test_a_device_that_is_gone_closes_the_pool(make_rig: Callable[..., Rig], nam
     assert len(cache.close().sequences) == cache.stats().sequences
 
 
-@seeds(12, 80)
+@seeds(5, 80)
 def test_after_random_failures_every_cached_byte_is_right(make_rig: Callable[..., Rig], seeds: range) -> None:
     lost = 0
     for seed in seeds:

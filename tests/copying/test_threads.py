@@ -351,7 +351,7 @@ def frequent_switches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("frequent_switches")
-@pytest.mark.parametrize("operations", [10_000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("operations", [4_000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
 def test_many_operations_of_two_threads_and_a_reader(operations: int) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Device
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.sim import SimDevice
 from tests.device import reference
+from tests.seeds import some_of
 
 DEVICE_BLOCKS, HOST_BLOCKS = 6, 5
 BLOCKS = DEVICE_BLOCKS + HOST_BLOCKS
@@ -101,3 +104,19 @@ def sims(layout: BlockLayout, **defaults: Any) -> Iterator[Callable[..., tuple[S
         if not device.closed:
             device.synchronize()
             device.close()
+
+
+def each_layout(shapes: Sequence[tuple[int, int, int, int]]) -> pytest.MarkDecorator:
+    """Give a test ``shape``, ``dtype``, ``order``, ``tokens`` and ``planes``: each shape and order with one type, and
+    with the others in exhaustive tests."""
+    orders = list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
+    types = ["uint8", "bfloat16", "float32", "int64"]
+    cases = [
+        (shape, types[(s + o + turn) % len(types)], *order)
+        for turn in range(len(types))
+        for s, shape in enumerate(shapes)
+        for o, order in enumerate(orders)
+    ]
+    return pytest.mark.parametrize(
+        ("shape", "dtype", "order", "tokens", "planes"), some_of(len(shapes) * len(orders), cases)
+    )

@@ -164,6 +164,7 @@ def docstring_lines(tree: ast.AST) -> int:
     return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in statements)
 
 
+@pytest.mark.exhaustive
 def test_files_open_with_their_purpose_and_fit() -> None:
     wrong = []
     for path in SOURCES:

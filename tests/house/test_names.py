@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.house.counter import ROOT
 
 PACKAGE = ROOT / "kvpool"
@@ -41,6 +43,7 @@ def arguments_of(path: Path) -> list[ast.arg]:
     return [argument for argument in everything if argument.annotation is not None]
 
 
+@pytest.mark.exhaustive
 def test_few_arguments_may_be_anything() -> None:
     annotated = [argument for path in MODULES for argument in arguments_of(path)]
     anything = [

@@ -57,6 +57,7 @@ def leaving(name: str, text: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.exhaustive
 def test_no_path_leads_out_of_the_checkout() -> None:
     wrong = {}
     for path in files():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from kvpool.device.fragments import Cutter, FragmentTable, tabulate
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import BYTES, FROM, TO, TOKENS
 from tests.device import reference
-from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
+from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, each_layout, make_pools, random_moves
 from tests.kernels.shim import ShimLauncher
 
 # layers, kv_heads, head_dim, tokens_per_block: odd sizes, and runs of several pieces with a rest.
@@ -45,11 +43,7 @@ def check(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher, chosen:
     np.testing.assert_array_equal(pools.host_pool.view(np.uint8), expected[1].view(np.uint8))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
-)
+@each_layout(SHAPES)
 def test_shim_copies_blocks_as_the_reference_does(
     shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from kvpool.device.launches import MOVES, TOKEN_MOVES, Grid, token_moves
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import TokenMoves
 from tests.device import reference
-from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools
+from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, each_layout, make_pools
 from tests.device.test_contract import TOKEN_SHAPES as SHAPES
 from tests.device.test_contract import random_token_moves
 from tests.kernels.shim import ShimLauncher
@@ -30,11 +28,7 @@ def check(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray, launcher: S
     np.testing.assert_array_equal(pools.host_pool.view(np.uint8), host.view(np.uint8))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
-)
+@each_layout(SHAPES)
 def test_shim_moves_tokens_as_the_reference_does(
     shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
 ) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.seeds import some_of
+
 from .groups import GroupsModel
 from .recurrent import Recurrent
 from .tiers import NeverFits, OutOfBlocks, OutOfSequences, Prompt
@@ -155,13 +157,16 @@ def picture(model: GroupsModel, g: int) -> Any:
     return rows, [(group.order(tier), group.cached(tier)) for tier in ("device", "host")], group.counts
 
 
+DRAWN = pytest.mark.parametrize("drawn", some_of(1, [2, 6]))
+"""So many sequences of calls."""
 WINDOWED = {"window": 6, "sinks": 1}
 SNAPSHOTS = {"kind": "recurrent", "snapshot_tokens": 2 * T}
 
 
+@DRAWN
 @pytest.mark.parametrize("own", [{}, WINDOWED, {"kind": "recurrent"}, SNAPSHOTS])
-def test_groups_that_are_alike_do_what_one_alone_does(own: Group) -> None:
-    for _ in range(4):
+def test_groups_that_are_alike_do_what_one_alone_does(own: Group, drawn: int) -> None:
+    for _ in range(drawn):
         seed = Random().getrandbits(32)
         group = {"device_blocks": 9, "host_blocks": 3} | own
         alone = drive([group], seed).model if own.get("kind") != "recurrent" else None
@@ -172,8 +177,9 @@ def test_groups_that_are_alike_do_what_one_alone_does(own: Group) -> None:
             assert picture(three, g) == picture(single, 0)
 
 
-def test_cross_attention_with_room_changes_nothing_elsewhere() -> None:
-    for _ in range(4):
+@DRAWN
+def test_cross_attention_with_room_changes_nothing_elsewhere(drawn: int) -> None:
+    for _ in range(drawn):
         seed = Random().getrandbits(32)
         groups: list[Group] = [
             {"device_blocks": 9, "host_blocks": 3},
@@ -186,9 +192,10 @@ def test_cross_attention_with_room_changes_nothing_elsewhere() -> None:
         assert picture(after, 2) == picture(before, 0)
 
 
+@DRAWN
 @pytest.mark.parametrize("own", [{"kind": "recurrent"}, SNAPSHOTS, {"kind": "recurrent", "snapshot_tokens": T}])
-def test_a_cached_state_is_that_of_its_prefix(own: Group) -> None:
-    for _ in range(6):
+def test_a_cached_state_is_that_of_its_prefix(own: Group, drawn: int) -> None:
+    for _ in range(drawn):
         groups: list[Group] = [
             {"device_blocks": 14, "host_blocks": 2} | WINDOWED,
             {"device_blocks": 12, "host_blocks": 0} | own,
@@ -197,8 +204,9 @@ def test_a_cached_state_is_that_of_its_prefix(own: Group) -> None:
         assert driver.model.groups[1].counts["prompt_tokens"]
 
 
-def test_groups_of_all_kinds_stay_in_step() -> None:
-    for _ in range(6):
+@DRAWN
+def test_groups_of_all_kinds_stay_in_step(drawn: int) -> None:
+    for _ in range(drawn):
         kinds: list[Group] = [{}, WINDOWED, SNAPSHOTS | {"host_blocks": 0}, {"kind": "cross"}]
         seed = Random().getrandbits(32)
         random = Random(seed)

@@ -3,7 +3,7 @@ step.
 
 Pools have one group of layers or several, windowed, recurrent and cross ones among them. Hypothesis chooses and shrinks
 the sequence of verbs and the pool; the arguments come from a seeded generator per step, whose seed is printed, since
-uniform draws meet far more of the pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are tried, four
+uniform draws meet far more of the pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are tried, seven
 times as many with ``--exhaustive``, and ``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls and a
 ``reproduce_failure`` line; with ``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take
 minutes.
@@ -499,14 +499,14 @@ class GroupsMachine(PoolMachine):
 
 
 class LongPoolMachine(PoolMachine):
-    """The same with four times as many sequences."""
+    """The same with seven times as many sequences."""
 
 
 class LongGroupsMachine(GroupsMachine):
-    """The same over several groups, with four times as many sequences."""
+    """The same over several groups, with seven times as many sequences."""
 
 
-EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "10"))
+EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "6"))
 PoolMachine.TestCase.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),
@@ -521,6 +521,6 @@ TestThePoolDoesWhatItsModelDoes: Any = PoolMachine.TestCase
 GroupsMachine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=EXAMPLES)
 TestAPoolOfGroupsDoesWhatItsModelDoes: Any = GroupsMachine.TestCase
 for machine in (LongPoolMachine, LongGroupsMachine):
-    machine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=4 * EXAMPLES)
+    machine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=7 * EXAMPLES)
 TestThePoolDoesWhatItsModelDoesAtLength: Any = pytest.mark.exhaustive(LongPoolMachine.TestCase)
 TestAPoolOfGroupsDoesWhatItsModelDoesAtLength: Any = pytest.mark.exhaustive(LongGroupsMachine.TestCase)

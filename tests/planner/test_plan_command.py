@@ -168,6 +168,7 @@ SAMPLED = ["--limit", "100", "--sample", "0.5"]
 SIZED = ["--limit", "100", "--device-blocks", "1500", "--host-blocks", "3000"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("suffix", "arguments"), [("png", SIZED), ("svg", SIZED), ("svg", SAMPLED), ("html", SAMPLED)])
 def test_charts_are_drawn(suffix: str, arguments: list[str], tmp_path: Path, capsys: Output) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")

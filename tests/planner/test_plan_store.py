@@ -142,6 +142,7 @@ def test_no_time_no_rate_and_no_store_is_made_up(tmp_path: Path, capsys: pytest.
     assert " GB " in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("save", ["commit", "evict"])
 def test_the_chart_has_a_panel_of_the_store(save: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")

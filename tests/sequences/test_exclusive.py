@@ -22,6 +22,7 @@ from parts import public_names, reach
 from tests import debug
 from tests.desk import Desk, Ends
 from tests.race.lab import Lab
+from tests.seeds import some_of
 
 Make = Callable[..., Engine]
 T = 4
@@ -118,7 +119,7 @@ def draw(random: Random, twin: Twin) -> Callable[[Twin], Any]:
 @pytest.mark.parametrize(
     ("groups", "policy"), [*((groups, "lru") for groups in GROUPS), ("full", "agent"), ("window", "adaptive")]
 )
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some_of(1, range(2)))
 def test_a_block_does_what_its_calls_do_one_after_the_other(groups: str, policy: str, seed: int) -> None:
     random, twin, plain, refused, done = Random(seed), Twin(groups, policy), Twin(groups, policy), 0, 0
     for _ in range(80):

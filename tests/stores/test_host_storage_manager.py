@@ -228,7 +228,7 @@ def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
     make: Callable[..., Engine], store: Wrong
 ) -> None:
     """Its bytes are still read."""
-    engine, gate = make(blocks=4, save_share=1.0), store.hold("save")
+    engine, gate = make(blocks=4, save_share=1.0, save_seconds=0.1), store.hold("save")
     engine.write(3)
     engine.until(gate.reached.is_set)
     engine.later(61)

@@ -22,7 +22,7 @@ from tests.stores.lab import BLOCK_BYTES, done, memory, returned, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS = keys("a", "b", "c")
-STRIDES = pytest.mark.parametrize("stride", [16, pytest.param(3, marks=pytest.mark.exhaustive)])
+STRIDES = pytest.mark.parametrize("stride", [48, pytest.param(3, marks=pytest.mark.exhaustive)])
 """A storage manager is made for each place."""
 
 

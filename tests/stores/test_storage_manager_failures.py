@@ -17,6 +17,7 @@ from kvpool.storage.mac import BlockNames
 from kvpool.storage.pool_adapter import Content, PoolAdapter, StoredContent
 from kvpool.storage.store import Bytes, Rows, Stop
 from tests.engine import Engine
+from tests.seeds import some_of
 from tests.stores.lab import Gate, Wrong, fail
 from tests.stores.pool_lab import IDENTITY, fetch, grouped, make_engine, make_manager, room, seed, store, tokens
 from tests.waiting import until
@@ -369,7 +370,7 @@ class Liar(Wrong):
 
 
 @pytest.mark.parametrize("save", ["commit", "evict", "reuse"])
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", some_of(1, range(2)))
 def test_no_request_ever_gets_a_wrong_byte(number: int, save: str) -> None:
     """Requests that share prefixes, over a store that fails, lies and loses blocks at random. The engine compares every
     byte that is reused."""

@@ -39,7 +39,7 @@ def built() -> Iterator[Path]:
         yield folder / "root"
 
 
-@pytest.mark.parametrize("states", [40, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("states", [20, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_in_hundreds_of_crash_states_nothing_acknowledged_is_lost(
     recording: Recording, built: Path, states: int
 ) -> None:
