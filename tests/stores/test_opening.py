@@ -44,7 +44,7 @@ def serve(cache: kvpool.KVCacheManager) -> None:
     sequence = cache.add_sequence(PROMPT)
     for token in range(len(PROMPT)):
         block = cache.block_table(sequence).dense()[0, token // 4]
-        cache.device_pool[:, :, block, token % 4] = token
+        cache.memory.device_pool[:, :, block, token % 4] = token
     cache.commit(sequence)
     cache.release(sequence)
 
@@ -57,7 +57,7 @@ def found(opened: opening.OpenPool) -> int:
     tokens = cache.cached_tokens(sequence)
     for token in range(tokens):
         block = cache.block_table(sequence).dense()[0, token // 4]
-        assert (np.asarray(cache.device_pool[:, :, block, token % 4]) == token).all()
+        assert (np.asarray(cache.memory.device_pool[:, :, block, token % 4]) == token).all()
     cache.release(sequence)
     return tokens
 

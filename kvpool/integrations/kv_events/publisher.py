@@ -196,8 +196,8 @@ class KVEventPublisher(Closing):
 
     A message is ``[topic, number, payload]``. The number counts messages, as 8 bytes big-endian. The payload is
     MessagePack, ``[time, [events], rank]``. Each event is a map with ``type`` BlockStored, BlockRemoved or
-    AllBlocksCleared. Its medium is "GPU" for the device tier and "CPU" for the host tier. Token ids below zero are sent
-    modulo 2**32, extra ids below zero modulo 2**64. Salts and adapter names are sent as they are.
+    AllBlocksCleared. Its medium is "GPU" for the device tier and "CPU" for the host tier. Extra ids below zero are
+    sent modulo 2**64, salts and adapter names as they are.
 
     The first message begins with AllBlocksCleared and all that is cached already. So does the first message after a
     loss of events. When the publisher or the pool is closed, the last message is AllBlocksCleared. So no router keeps
