@@ -23,6 +23,7 @@ from kvpool.errors import (
     PoolBusy,
     PoolClosed,
     ReservationExpired,
+    counted,
 )
 from kvpool.hostcache.gone_keys import GoneKeys
 from kvpool.hostcache.host_events import HostEvent, decoded
@@ -594,7 +595,8 @@ class HostCache(Closing):
             self._check_open()
             leases, pending = len(self._open), len(self._pending())
             if (leases or pending) and not force:
-                raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
+                held = f"{counted(leases, 'open lease')} and {counted(pending, 'pending key')}"
+                raise PoolBusy(f"the cache has {held}: end them, or clear(force=True)")
             self._decide(hostcache.clear, now_ms, finish=lambda _: self._gone.note_unnamed())
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:

@@ -27,7 +27,7 @@ from kvpool.device import get_device
 from kvpool.device.base import Device, StreamLike
 from kvpool.device.memory.attachments import Sharing
 from kvpool.device.memory.export import Loan
-from kvpool.errors import BlockNotFound, IntegrityError, PoolBusy
+from kvpool.errors import BlockNotFound, IntegrityError, PoolBusy, counted
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
 from kvpool.pool.block_tables import BlockTables
@@ -463,12 +463,12 @@ class KVCacheManager(LiveSequences, Closing):
         def named() -> tuple[Any, ...]:
             live, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
             if len(reserved) and not force:
-                raise PoolBusy(
-                    f"{len(live)} sequences are live and {len(reserved)} reservations open: end them, or "
-                    "reset(force=True)"
-                )
+                held = f"{counted(len(live), 'live sequence')} and {counted(len(reserved), 'open reservation')}"
+                raise PoolBusy(f"the pool has {held}: end them, or reset(force=True)")
             if len(live) and not force:
-                raise PoolBusy(f"{len(live)} sequences are live: release them, or reset(force=True)")
+                raise PoolBusy(
+                    f"the pool has {counted(len(live), 'live sequence')}: release them, or reset(force=True)"
+                )
             return np.concatenate([live, reserved]), now_ms
 
         self.core.decide(None, verbs.reset, ids=None, first=named, finish=lambda _: self._reservations.clear(now_ms))

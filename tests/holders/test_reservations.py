@@ -272,7 +272,7 @@ def test_a_reset_waits_for_loaders_unless_it_is_forced(make: Make) -> None:
     engine.seed(range(5), committed=4)
     reservation, live = engine.cache.reserve(list(range(9))), engine.add([70, 71])
     before = picture(engine)
-    with pytest.raises(PoolBusy, match="1 sequences are live and 1 reservations open"):
+    with pytest.raises(PoolBusy, match="1 live sequence and 1 open reservation:"):
         engine.cache.reset()
     assert picture(engine) == before
     engine.cache.reset(force=True)

@@ -203,7 +203,7 @@ def test_clear_drops_everything_and_waits_for_nobody(make: Make) -> None:
     cache = make(event_capacity=8)
     store(cache, "a")
     lease = cache.pin(keys("a"))
-    with pytest.raises(PoolBusy, match="1 leases are open and 0 keys pending"):
+    with pytest.raises(PoolBusy, match="1 open lease and 0 pending keys:"):
         cache.clear()
     cache.clear(force=True)
     cache.verify()

@@ -12,6 +12,9 @@ import pytest
 import kvpool
 from engine import open_engine
 from kvpool import BlockLayout, HostCache, HostTier, KVCacheManager, LayerGroup, ModelIdentity, RetentionRange
+from kvpool.common.arrays.strided import StridedArray, as_strided
+from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
+from kvpool.remote import BlockClient, BlockServer, ClientKeys, Limits, ServerKeys
 from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.urls import open_store
 
@@ -84,6 +87,33 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: open_store("floppy:/a"),
     lambda at: open_store("memory:?capacity=lots"),
     lambda at: StoreWorker(MemoryStore(1 << 20), np.zeros(5), IDENTITY),
+    lambda at: LAYOUT.device_shape(-1),
+    lambda at: LAYOUT.tier_shape("host", "8"),  # type: ignore[arg-type]
+    lambda at: kvpool.PagedKV.of_pool(LAYOUT, np.zeros(3)),
+    lambda at: kvpool.PagedKV.of_pool(LAYOUT, np.zeros(LAYOUT.device_shape(2)), "gpu"),  # type: ignore[arg-type]
+    lambda at: as_strided("array", 5),  # type: ignore[arg-type]
+    lambda at: StridedArray(0, "text", 1),  # type: ignore[arg-type]
+    lambda at: StridedArray(0, (2,), 1, strides=(1, 1)),
+    lambda at: StridedArray(0, (2,), 0),
+    # what other workers, routers and operators see
+    lambda at: Limits(blocks_per_request=0),
+    lambda at: Limits(bytes_per_client=1.5),  # type: ignore[arg-type]
+    lambda at: BlockServer(at.pool, "floppy:/a"),
+    lambda at: BlockServer(at.pool, "tcp://192.0.2.1:5555"),
+    lambda at: BlockServer(at.pool, stall_seconds=-1),
+    lambda at: BlockServer(at.pool, stall_seconds="5"),  # type: ignore[arg-type]
+    lambda at: BlockClient(5, at.pool),  # type: ignore[arg-type]
+    lambda at: BlockClient("tcp://127.0.0.1:1", at.pool, name="a\nb"),
+    lambda at: BlockClient("tcp://127.0.0.1:1", at.pool, timeout=0),
+    lambda at: BlockClient("tcp://127.0.0.1:1", at.pool, timeout=True),
+    lambda at: ServerKeys(b"", b"", []),
+    lambda at: ClientKeys(b"", b"", b""),
+    lambda at: KVEventPublisher(5),  # type: ignore[arg-type]
+    lambda at: KVEventPublisher(at.pool, topic=5),  # type: ignore[arg-type]
+    lambda at: KVEventPublisher(at.pool, limits=5),  # type: ignore[arg-type]
+    lambda at: KVEventPublisher(at.pool, interval_seconds=0),
+    lambda at: KVEventPublisher(at.pool, block_hashes="hex"),  # type: ignore[arg-type]
+    lambda at: PublisherLimits(replay_messages=0),
     # prompts
     *(
         lambda at, call=call, prompt=prompt: getattr(at.pool, call)(prompt)

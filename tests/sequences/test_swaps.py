@@ -153,7 +153,7 @@ def test_a_reset_needs_force_and_ends_swapped_sequences(make: Make) -> None:
     engine = make(S=4)
     sequence = engine.commit(engine.add(range(9)))
     engine.swap_out(sequence)
-    with pytest.raises(PoolBusy, match="1 sequences are live"):
+    with pytest.raises(PoolBusy, match="1 live sequence:"):
         engine.cache.reset()
     engine.cache.reset(force=True)
     engine.cache.verify()
