@@ -297,7 +297,7 @@ class HostCopies(Closing):
     ) -> HostCopy:
         pages = self._groups[integer_argument("group", group, 0, len(self._groups) - 1)]
         if not into_host and not pages.cache.writable:
-            raise ValueError("caches: this one must not be written")
+            raise ValueError("caches: expected writable memory for copies out of the host, got read-only memory")
         block_ids, hosts = id_array("blocks", blocks), self._host_blocks(host_blocks)
         first, end = _tokens(skip, n_tokens, len(block_ids) * pages.cache.tokens_per_block)
         _check_blocks(block_ids, hosts, pages, self.tier.host_blocks, first, end, into_host)
@@ -328,7 +328,7 @@ class HostCopies(Closing):
         if not isinstance(host_blocks, HostSlots):
             return id_array("host_blocks", host_blocks)
         if host_blocks.fingerprint != self.tier.fingerprint:
-            raise ValueError("host_blocks: these slots are of another model, or of a cache of another size")
+            raise ValueError("host_blocks: expected slots of this tier's cache, got slots of another model or size")
         return id_array("host_blocks", host_blocks.blocks)
 
     # -- for HostCopy --------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class HostStorageManager(Closing):
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
             raise TypeError(f"cache, tier: expected a HostCache and its HostTier, got {cache!r:.80}, {tier!r:.80}")
         if tier.fingerprint != cache.fingerprint:
-            raise ValueError("tier: expected the memory of this cache, of the same model and sizes, got another")
+            raise ValueError(f"tier: expected the memory of this cache, of the same model and sizes, got {tier!r:.80}")
         mode = choice_argument("save", save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)

@@ -499,7 +499,7 @@ class StoreWorker(Closing):
             For a drop.
         """
         if request.kind in DROPS:
-            raise ValueError(f"{request!r}: it cannot be cancelled")
+            raise ValueError(f"request: expected a find, load or save, got {request!r}, which cannot be cancelled")
         self._open.cancel(request)
 
     @property

@@ -137,8 +137,8 @@ MUTATIONS = (
         "False",
         "A worker reads the blocks of another model.",
         (
-            "tests/hostcache/test_copies.py::test_bad_arguments_copy_nothing[arguments13-options13-ValueError-these "
-            "slots are of another model]",
+            "tests/hostcache/test_copies.py::test_bad_arguments_copy_nothing[arguments13-options13-ValueError-"
+            "host_blocks: expected slots of this]",
         ),
     ),
     Mutation(

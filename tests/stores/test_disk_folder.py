@@ -353,7 +353,7 @@ def test_bad_arguments_are_named(arguments: tuple[object, ...], message: str) ->
 
 def test_blocks_of_another_size_are_refused_with_both_sizes(tmp_path: Path) -> None:
     opened(tmp_path / "store").close()
-    with pytest.raises(ValueError, match="4096 bytes, and this engine's have 8192"):
+    with pytest.raises(ValueError, match="expected one with blocks of 8192 bytes, got blocks of 4096"):
         DiskStore(tmp_path / "store", CAPACITY).open(Space(bytes(16), memory(4, 8192)))
     opened(tmp_path / "store").close()
 

@@ -149,5 +149,7 @@ def test_a_store_that_has_blocks_of_another_size_is_not_opened() -> None:
     store.open(Space(bytes(16), memory(2)))
     key = np.zeros((1, 16), np.uint8)
     assert store.save(key, np.array([0]), key, bytes(16), 1 << 40, lambda: False).tolist() == [OK]
-    with pytest.raises(ValueError, match=rf"blocks of {2 * BLOCK_BYTES} bytes: this store has blocks of {BLOCK_BYTES}"):
+    with pytest.raises(
+        ValueError, match=rf"blocks of {BLOCK_BYTES} bytes, which this store has, got {2 * BLOCK_BYTES}"
+    ):
         store.open(Space(bytes(16), memory(2, 2 * BLOCK_BYTES)))

@@ -81,7 +81,7 @@ def test_workers_of_one_machine_need_to_name_no_secret(at_home: Path, master: st
 @pytest.mark.parametrize("master", ["10.0.0.1:1", "kv.example.org:1"])
 def test_workers_of_several_machines_have_to_name_one(at_home: Path, master: str) -> None:
     """A secret that each machine makes by itself would find nothing, and say nothing."""
-    with pytest.raises(ValueError, match="secret_file: needed with the master"):
+    with pytest.raises(ValueError, match="secret_file: expected a file, since the master"):
         MooncakeStore(master)
     assert not at_home.exists()
 

@@ -80,7 +80,7 @@ class MemoryStore(Store):
     def open(self, space: Space) -> bytes:
         kept = next((len(block.content) for block in self._blocks.values()), space.block_bytes)
         if kept != space.block_bytes:
-            raise ValueError(f"blocks of {space.block_bytes} bytes: this store has blocks of {kept}")
+            raise ValueError(f"space: expected blocks of {kept} bytes, which this store has, got {space.block_bytes}")
         self._memory, self._most = space.memory, self._capacity // space.block_bytes
         if self._policy != LRU:
             self._victims = Victims(self._policy, max(self._most, len(self._blocks), 1), self._blocks)

@@ -70,13 +70,15 @@ def read_secret(path: Path) -> bytes:
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
         seen = os.fstat(file.fileno())
-        where = f"secret_file: {path}"
         if not stat.S_ISREG(seen.st_mode):
             raise ValueError(
                 f"secret_file: expected a file with {_DIGITS} hex digits, got {path}, which is not a regular file"
             )
         if seen.st_mode & 0o077 or seen.st_uid not in (os.geteuid(), 0):
-            raise ValueError(f"{where} holds a secret, and others can read or write it: chown it, and chmod 600 {path}")
+            raise ValueError(
+                f"secret_file: expected a file that only its owner can read and write, got {path}: chown it, and "
+                f"chmod 600 {path}"
+            )
         text = file.read(_DIGITS + 16).strip()
     with suppress(ValueError):
         secret = bytes.fromhex(text.decode("ascii"))

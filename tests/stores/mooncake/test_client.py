@@ -102,7 +102,7 @@ def test_nothing_is_called_before_open_and_after_close(library: Library) -> None
                 call()
             assert not library.calls
         with StoreWorker(store, memory(), IDENTITY) as queue:
-            with pytest.raises(ValueError, match="is open"):
+            with pytest.raises(ValueError, match="expected one that is not open"):
                 StoreWorker(store, memory(), IDENTITY)
             assert queue.find(keys).wait(600)
         store.close()

@@ -200,8 +200,8 @@ class DiskStore(Store):
         if header is not None and header.version != VERSION:
             raise ValueError(f"path: expected a store of version {VERSION}, got {header.version} in {self._path}")
         if header is not None and header.block_bytes != block_bytes:
-            sizes = f"{header.block_bytes} bytes, and this engine's have {block_bytes}"
-            raise ValueError(f"{self._path} has blocks of {sizes}: give each a folder of its own, or delete this one")
+            sizes = f"expected one with blocks of {block_bytes} bytes, got blocks of {header.block_bytes}"
+            raise ValueError(f"path: {sizes} in {self._path}: give each size a folder of its own, or delete this one")
         stride = stride_of(block_bytes)
         if self._capacity is None and header is not None:
             return header.slots

@@ -202,7 +202,7 @@ class MooncakeStore(Store):
 
     def open(self, space: Space) -> bytes:
         if self._client is not None:
-            raise ValueError("this MooncakeStore is open: each queue needs one of its own")
+            raise ValueError(f"store: expected one that is not open, got {self!r}, which is")
         made = Client(self._master, self._segment, *self._place, *self._wire)
         self._memory, self._block_bytes = space.memory, space.block_bytes
         self._rows = space.rows
@@ -476,8 +476,8 @@ def _secret_argument(secret: object, file: object, master: str) -> bytes:
     file = file or (os.environ.get(SECRET_FILE) or None if secret is None else None)
     if secret is None and file is None and not _on_this_machine(master):
         raise ValueError(
-            f"secret_file: needed with the master {master}, which is on another machine. All workers that share have "
-            f"to have the same: openssl rand -hex 32, in a file with mode 600"
+            f"secret_file: expected a file, since the master {master} is on another machine, got None. All workers "
+            "that share need the same: openssl rand -hex 32, in a file with mode 600"
         )
     if secret is None and file is None:
         return read_or_make_secret(default_place("mooncake"))

@@ -374,7 +374,7 @@ class PeerStore(Store):
         """An idle connection that has not ended, or else a new one."""
         with self._lock:
             if self._context is None:
-                raise ValueError("the store is closed, or was not opened")
+                raise ValueError(f"store: expected one that is open, got {self!r}, which is not")
             link = None
             while self._idle and link is None:
                 link = self._idle.pop()

@@ -170,7 +170,7 @@ class S3Store(Store):
 
     def open(self, space: Space) -> bytes:
         if self._client is not None:
-            raise ValueError("this S3Store is open: each queue needs one of its own")
+            raise ValueError(f"store: expected one that is not open, got {self!r}, which is")
         options: dict[str, Any] = {"endpoint": self._endpoint} if self._endpoint else {}
         if self._region or "AWS_REGION" not in os.environ:
             options["region"] = self._region or "us-east-1"
