@@ -142,7 +142,8 @@ def naming(where: str) -> Iterator[None]:
 
 
 def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) -> None:
-    """Raise ValueError for an option that the class does not take as a text, or for a place that is missing."""
+    """Raise ValueError for an option that the class does not take as a text, or for a place or option that is
+    missing."""
     try:
         first, *others = inspect.signature(make).parameters.values()
     except ValueError:
@@ -157,6 +158,9 @@ def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) ->
         if name not in known:
             meant = did_you_mean(name, known)
             raise ValueError(f"store: expected options {', '.join(known)} for {kind!r}, got {name!r:.80}{meant}")
+    required = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    if missing := required - options.keys():
+        raise ValueError(f"store: expected ?{min(missing)}=... for {kind!r}, got {kind}:{place:.80}")
 
 
 def _filled(text: str, names: Mapping[str, str | int | None]) -> str:

@@ -179,6 +179,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stores": [5]}, TypeError, r"stores\[0\]: expected a Store, got 5"),
     ({"stores": [MEMORY, "/var/kv"]}, ValueError, r"stores\[1\]: store: expected .*did you mean disk:/var/kv\?"),
     ({"stores": ["memory:?capcity=1MiB"]}, ValueError, r"stores\[0\]: store: expected .* got 'capcity'; did you mean"),
+    ({"stores": ["memory:"]}, ValueError, r"stores\[0\]: store: expected \?capacity=... for 'memory', got memory:$"),
     ({"stores": ["memory:?secret=abc"]}, ValueError, r"stores\[0\]: secret: expected secret_file=, .* it in the text$"),
     (
         {"stores": ["disk:/nope/deep/x"]},
