@@ -163,7 +163,7 @@ def test_others_follow_the_pool_beside_a_storage_manager(engine: Engine) -> None
 def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
     with (
         make_manager(engine, store()) as manager,
-        KVEventPublisher(engine.cache, storage=manager, interval_ms=2) as publisher,
+        KVEventPublisher(engine.cache, storage=manager, interval_seconds=0.002) as publisher,
     ):
         context = zmq.Context()
         socket = context.socket(zmq.SUB)
