@@ -178,7 +178,7 @@ class HostTierDescription:
         return HostTierDescription.from_json, (self.to_json(),)
 
 
-class HostBlocks(Protocol):
+class HostSizes(Protocol):
     """The sizes of a ``HostCache``, and whose KV it has."""
 
     host_blocks: int
@@ -241,7 +241,7 @@ class HostTier(Closing):
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
 
     @classmethod
-    def of(cls, cache: HostBlocks, *, memory: AnyArray | None = None) -> HostTier:
+    def of(cls, cache: HostSizes, *, memory: AnyArray | None = None) -> HostTier:
         """Make the tier of a ``HostCache``.
 
         Parameters
