@@ -189,7 +189,7 @@ class ReplayServer:
                     continue
                 self._cut(peer)
                 peer.telling = asyncio.ensure_future(self._tell(peer, Place(int.from_bytes(request[1], "big"))))
-        except (_Gone, OSError, EOFError, asyncio.TimeoutError):
+        except (TimeoutError, _Gone, OSError, EOFError):
             pass
         finally:
             self._cut(peer)
