@@ -10,7 +10,7 @@ from kvpool.common.arrays import Int64s
 from kvpool.pool.deadlines import Deadlines
 from kvpool.pool.stats import Histogram
 from kvpool.state import records
-from kvpool.state.arrays import State
+from kvpool.state.arrays import LRU, POLICIES, PolicyName, State
 
 
 class HostUsage(NamedTuple):
@@ -84,6 +84,8 @@ class HostCacheStats:
         From the last use to eviction.
     reuse_gap_ms : Histogram
         From the last use to the next.
+    follows : {"lru", "reuse", "agent"}
+        The policy that chooses what is evicted now. For "adaptive", the one that it follows.
     """
 
     capacity: int
@@ -108,6 +110,7 @@ class HostCacheStats:
     lifetime_ms: Histogram = field(default_factory=Histogram)
     idle_ms: Histogram = field(default_factory=Histogram)
     reuse_gap_ms: Histogram = field(default_factory=Histogram)
+    follows: PolicyName = LRU
 
 
 def usage_of(state: State, pinned: Iterable[Int64s]) -> HostUsage:
@@ -127,7 +130,7 @@ def stats_of(
     counters = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
     histograms = [Histogram(row[: records.BINS], int(row[records.BINS])) for row in state.histograms.copy()]
     free, capacity = usage.empty + usage.evictable, len(state.blocks)
-    evicted = histograms[records.HOST_LIFETIME]
+    evicted, policies = histograms[records.HOST_LIFETIME], state.policy_state
     return HostCacheStats(
         capacity=capacity,
         free=free,
@@ -151,4 +154,5 @@ def stats_of(
         lifetime_ms=evicted,
         idle_ms=histograms[records.HOST_IDLE],
         reuse_gap_ms=histograms[records.REUSE_GAP],
+        follows=POLICIES[int(policies.policy_state["follows"][0])] if policies is not None else LRU,
     )

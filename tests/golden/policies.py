@@ -92,7 +92,8 @@ def drive_host(policy: str, seed: int) -> Recorder:
             )
             cache.publish(taken.keys)
             cache.touch(keys, turn=True)
-            note_followed(recorder, cache._states)
+            if policy != "lru":
+                recorder.line(f"follows {cache.stats().follows}")
             for event in cache.events():
                 recorder.line(f"event {event.kind}", event.number, event.keys)
     return recorder

@@ -467,6 +467,11 @@ class Talks:
         return int(soon.sum()), int(late.sum())
 
 
+@pytest.mark.parametrize(("policy", "follows"), [("lru", "lru"), ("reuse", "reuse"), ("adaptive", "lru")])
+def test_the_figures_have_the_policy_that_evicts(make: Make, policy: str, follows: str) -> None:
+    assert make(4, policy=policy).stats().follows == follows
+
+
 @pytest.mark.parametrize(("policy", "left"), [("lru", (2, 10)), ("agent", (10, 2))])
 def test_the_conversation_that_is_away_for_longer_goes_its_end_first(
     make: Make, policy: str, left: tuple[int, int]
