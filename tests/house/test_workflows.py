@@ -46,7 +46,7 @@ def test_the_suite_runs_on_each_python_that_the_package_accepts_as_readme_says()
     pythons = jobs_of(ROOT / ".github" / "workflows" / "checks.yml")["suite"]["strategy"]["matrix"]["python"]
     accepted = re.search(r"python_requires = >=(\S+)", (ROOT / "setup.cfg").read_text(encoding="utf-8"))
     assert accepted and pythons[0] == accepted[1]
-    assert pythons == [f"3.{minor}" for minor in range(10, 10 + len(pythons))]
+    assert pythons == [f"3.{minor}" for minor in range(11, 11 + len(pythons))]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^ *(python3 -m venv .* pytest .*)$", (ROOT / ".ci" / "check").read_text(), re.MULTILINE)
     assert command in readme and command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
