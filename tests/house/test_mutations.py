@@ -54,6 +54,7 @@ def test_names_of_mutations_are_their_own() -> None:
 def test_every_rule_with_a_switch_has_a_mutation() -> None:
     sources = " ".join(mutation.before + mutation.after for mutation in MUTATIONS.values())
     in_words = {
+        "levels": "levels.cut(copy_ops) if cut",
         "namespace_in_key": "in_key",
         "namespace_at_hit": ".namespace != namespace",
         "tokens_at_hit": "block_tokens[b, i] ^ tokens",
