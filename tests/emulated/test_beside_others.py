@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvpool.device.cuda.calibration import Calibration, Measurement
 from kvpool.device.cuda.launcher import CudaLauncher
 from kvpool.device.memory.kv_copy import load_kernel
 from kvpool.device.work import Fragments
+from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace
 from steps import arrays
 from tests.device.pools import make_pools, on_device
 from tests.emulated import lab
@@ -548,3 +550,29 @@ def test_work_after_the_last_event_of_a_stream_is_waited_for_however_many_stream
     device.close()
     for other_stream in (stream, *others):
         driver.cuStreamDestroy_v2(other_stream.handle)
+
+
+def test_pools_on_two_gpus_serve_two_threads_with_every_byte_right(driver: Driver) -> None:
+    """Blocks go to the host and come back, on each GPU in an order of its own."""
+    import cupy
+
+    prompts = [np.arange(64 * (i % 6), 64 * (i % 6) + 40 + i, dtype=np.int32) for i in range(24)]
+    requests = [Request(i, i + 1, len(tokens), 3, tokens=tokens) for i, tokens in enumerate(prompts)]
+    config = ReplayConfig(BlockLayout.of_block_bytes(256, 4), 40, 60, active=2, verify=True, device="cuda")
+    served: dict[int, Summary] = {}
+
+    def serve_on(index: int) -> None:
+        cupy.cuda.Device(index).use()
+        with Replay(Trace("made", "native", requests), config) as replay:
+            assert replay.cache.memory.device_pool.device.id == index
+            served[index] = replay.run()
+
+    threads = [threading.Thread(target=serve_on, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    for index in (0, 1):
+        summary = served[index]
+        assert summary.failure is None and summary.requests == len(requests)
+        assert summary.verified and min(summary.verified.onboarded_blocks, summary.verified.offloaded_blocks) > 0
