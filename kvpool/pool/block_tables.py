@@ -96,7 +96,7 @@ class BlockTables:
         core, (which, begins, each, g) = self.core, step_arguments(self.core, ids, first, counts, group)
         step = HostStep(None if out is None else step_argument("out", out), begins, each)
         if stream is not None:
-            core.use(stream, step.write, which, g, True, ids=which)
+            core.use(core.as_stream(stream), step.write, which, g, True, ids=which)
             return step.written
         with core.lock, core.changes:
             core.check_open()

@@ -124,16 +124,17 @@ class Core:
         """
         run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
         make = self.changes.call if finish is None else partial(self.changes.run, finish=finish)
-        return self._decide(stream, verb, run, args, ids, first, make)
+        asked = stream is None or (stream is NULL_STREAM and self.transfer.order is None)
+        return self._decide(stream if asked else self.as_stream(stream), verb, run, args, ids, first, make)
 
-    def use(self, stream: Any, call: Callable[..., Any], *args: Any, ids: Int64s = NO_IDS) -> Any:
+    def use(self, stream: Stream | None, call: Callable[..., Any], *args: Any, ids: Int64s = NO_IDS) -> Any:
         """``decide`` for a function in Python that reads the state, and notes at most which stream uses ``ids``. What
-        an exception leaves of that harms nothing."""
+        an exception leaves of that harms nothing. ``stream`` is the result of ``as_stream``."""
         return self._decide(stream, call, call, args, ids, None, _call)
 
     def _decide(
         self,
-        stream: Any,
+        on: Stream | None,
         verb: Callable[..., Any],
         run: Callable[..., Any],
         args: tuple[Any, ...],
@@ -142,8 +143,6 @@ class Core:
         make: Callable[[Callable[[], Any]], Any],
     ) -> Any:
         inside, groups, transfer, order = self._owned(), self.states.groups, self.transfer, self.transfer.order
-        asked = stream is None or (stream is NULL_STREAM and order is None)
-        on = stream if asked else self.as_stream(stream)
         with self.lock, self.changes:
             if self.closed or transfer.broken is not None or self.changes.torn is not None:
                 self.check_open()

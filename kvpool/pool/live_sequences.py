@@ -200,7 +200,8 @@ class LiveSequences(Hints):
         which, count = id_array("ids", ids), integer_argument("n", n, 0, 1 << 24)
         if len(which) * count > len(self.core.tokens.sequences):
             # It is refused in any case, so nothing is allocated for it.
-            self.core.use(stream, _refuse_forks, which, len(which) * count, ids=which)
+            on = None if stream is None else self.core.as_stream(stream)
+            self.core.use(on, _refuse_forks, which, len(which) * count, ids=which)
         out = np.full((len(which), count), records.NONE)
         self.core.decide(stream, verbs.fork, which, out, ids=which)
         return out[0] if is_integer(ids) else out

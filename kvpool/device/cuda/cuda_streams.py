@@ -47,10 +47,9 @@ class EventPool:
 
     def record(self, stream: int) -> CudaEvent:
         """Record an event after everything enqueued on a stream so far."""
-        with self._calls("cudaEventRecord"):
-            event = self.take()
-            self.record_again(event, stream)
-            return event
+        event = self.take()
+        self.record_again(event, stream)
+        return event
 
     def take(self) -> CudaEvent:
         """An event that is not recorded yet."""
