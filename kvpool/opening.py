@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict, cast
 
 from kvpool.common.arguments import Integers, Namespace
+from kvpool.common.arrays import Int32s
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import AnyArray
 from kvpool.device.base import Device
@@ -37,6 +38,8 @@ HASH_VERSION = "kvpool 1"
 EVENT_CAPACITY = 16_384
 """More blocks than are committed in the milliseconds between two reads of the storage manager."""
 DRAIN_SECONDS = 10.0
+TierMemory: TypeAlias = "AnyArray | Callable[[int, int], AnyArray]"
+"""Memory for a tier, or a function (nbytes, alignment) that returns it."""
 _log = logging.getLogger("kvpool.storage")
 
 
@@ -53,9 +56,9 @@ class PoolOptions(TypedDict, total=False):
     offload_min_reuse: int
     clock: Callable[[], int] | None
     staging_depth: int
-    device_memory: object
-    host_memory: object
-    table: object
+    device_memory: TierMemory | Sequence[TierMemory] | None
+    host_memory: TierMemory | Sequence[TierMemory] | None
+    table: Int32s | None
     window: int | None
     sinks: int
     shared: bool
@@ -150,8 +153,9 @@ class OpenPool(NamedTuple):
 
 
 class OpenHostCache(NamedTuple):
-    """A host cache, its memory, and the storage manager of its stores, as ``open_host_cache`` returns them. A context
-    manager.
+    """A host cache, its memory and the storage manager of its stores. A context manager.
+
+    ``open_host_cache`` returns it.
 
     Attributes
     ----------
