@@ -14,12 +14,25 @@ DEVICES: dict[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice, "sim":
 
 
 def get_device(spec: str | Device) -> Device:
-    """The device that ``spec`` asks for: ``"cpu"``, ``"cuda"``, ``"sim"``, ``"auto"``, or a Device, which is returned
-    as it is.
+    """Return a device by its name.
 
-    For ``"auto"``, the environment variable KVPOOL_DEVICE decides. Without it the device is ``cuda`` where that can be
-    used, else ``cpu``. Raises ValueError for another name, and TypeError for anything else. Raises DeviceError, which
-    says what is missing, for ``cuda`` where it cannot be used.
+    Parameters
+    ----------
+    spec : {"auto", "cpu", "cuda", "sim"} or Device
+        For "auto", the environment variable KVPOOL_DEVICE decides. Without it the device is ``cuda`` where that can be
+        used, else ``cpu``. A Device is returned as it is.
+
+    Returns
+    -------
+    Device
+        A new device, which is not bound to a pool.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything else.
+    DeviceError
+        For ``cuda`` where it cannot be used; it names what is missing.
     """
     if isinstance(spec, Device):
         return spec

@@ -33,6 +33,10 @@ from numpydoc.validate import Validator, validate  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 DONE_ROOMS = ("common", "errors", "hostcache", "integrations", "opening", "remote", "storage")
 """Rooms whose public names all pass. At the end it is every room."""
+DONE_NAMES = {
+    *("kvpool.attach", "kvpool.gather_kv", "kvpool.scatter_kv", "kvpool.StagingBuffers", "kvpool.device.get_device"),
+}
+"""Names of other rooms that pass already."""
 CODES = {
     *("GL03", "GL06", "GL07", "GL08", "SS02", "SS03", "SS05", "SS06", "YD01"),
     *("PR01", "PR02", "PR03", "PR04", "PR05", "PR06", "PR07", "PR08", "PR09", "PR10"),
@@ -59,7 +63,7 @@ def named_in_the_reference() -> dict[str, set[str]]:
     named: dict[str, set[str]] = {f"kvpool.{name}": set() for name in kvpool.__all__ if not name.startswith("_")}
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         name = ""
-        for line in page.read_text(encoding="utf-8").splitlines():
+        for line in re.sub(r",\n\s+", ", ", page.read_text(encoding="utf-8")).splitlines():
             if match := re.match(r"\.\. auto(?:class|exception|function)::\s+([\w.]+)", line):
                 name = match[1]
                 named.setdefault(name, set())
@@ -238,7 +242,12 @@ def wrong_docstring(public: Public) -> list[str]:
     return findings
 
 
-CHECKED = [pytest.param(public, id=public.name) for room in DONE_ROOMS for public in public_in(room)]
+CHECKED = [
+    pytest.param(public, id=public.name)
+    for room in (*DONE_ROOMS, "device")
+    for public in public_in(room)
+    if room in DONE_ROOMS or public.name in DONE_NAMES
+]
 
 
 @pytest.mark.parametrize("public", CHECKED)

@@ -280,16 +280,36 @@ class Attachment(Closing):
 
 
 def attach(description: SharedTier | str) -> Attachment:
-    """Make arrays on the memory of a pool of another process. ``description`` is the result of its ``share``, or the
-    same as JSON text.
+    """Make arrays on the memory of a pool of another process.
 
-    Nothing is copied. The pool's process decides which blocks may be written (``reserve``) or read (``pin``), and when;
+    Parameters
+    ----------
+    description : SharedTier or str
+        The result of ``share`` of that pool's memory, or the same as JSON text.
+
+    Returns
+    -------
+    Attachment
+        The arrays. Nothing is copied.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    ValueError
+        For a text that is not a description, and for the description of another machine, of another PID namespace, of a
+        GPU that this process does not see, or of a pool on a GPU in this same process.
+    PoolClosed
+        If the pool is gone.
+    PermissionError
+        If the pool's process belongs to another user.
+    DeviceError
+        If a GPU does not open the memory.
+
+    Notes
+    -----
+    Thread-safe. The pool's process decides which blocks may be written (``reserve``) or read (``pin``), and when;
     nothing here checks it. GPU memory is opened on the GPU that has the description's UUID.
-
-    Raises PoolClosed if the pool is gone. Raises ValueError for something that is not a description, and for the
-    description of another machine, of another PID namespace, of a GPU that this process does not see, or of a pool on a
-    GPU in this same process. Raises PermissionError if the pool's process belongs to another user. Raises TypeError,
-    DeviceError. Thread-safe.
     """
     if not isinstance(description, (str, SharedTier)):
         raise TypeError(f"description: expected what share() gave, got {description!r:.80}")

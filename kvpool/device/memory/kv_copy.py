@@ -3,30 +3,34 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.paged import PagedKV, check_strides, share_bytes, sharing
-from kvpool.common.arrays.strided import StridedArray, as_strided
+from kvpool.common.arrays.strided import AnyArray, StridedArray, as_strided
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import memcpy
-from kvpool.device.base import stream_argument
+from kvpool.device.base import StreamLike, stream_argument
 from kvpool.device.copy_plan import CACHED_BYTES_MAX
 from kvpool.device.cpu import AHEAD, fence, stream_bytes
 from kvpool.device.cuda import launcher_at
 from kvpool.device.launches import KvPlane, KvTokens, Launcher, kv_copy, kv_kernel
 
+Buffers: TypeAlias = "AnyArray | Sequence[AnyArray] | StagingBuffers"
+
 
 class StagingBuffers(tuple[Any, ...]):
-    """Several buffers for one ``gather_kv`` or ``scatter_kv``, such as the chunks of a prompt: ``StagingBuffers([a,
-    b])``.
+    """Several buffers for one ``gather_kv`` or ``scatter_kv``, such as the chunks of a prompt.
 
-    Each is what those calls take alone. All lie in one memory. The tokens of the second follow those of the first.
+    Parameters
+    ----------
+    iterable : iterable of arrays
+        Each is what those calls take alone. All lie in one memory. The tokens of the second follow those of the first.
     """
 
     __slots__ = ()
@@ -34,11 +38,11 @@ class StagingBuffers(tuple[Any, ...]):
 
 def gather_kv(
     cache: PagedKV,
-    slot_mapping: Any,
-    out: Any,
+    slot_mapping: AnyArray,
+    out: Buffers,
     *,
     skip_prefix_n_tokens: int = 0,
-    stream: Any = None,
+    stream: StreamLike = None,
     thread_blocks: int | None = None,
     launcher: Launcher | None = None,
 ) -> None:
@@ -46,27 +50,27 @@ def gather_kv(
 
     Parameters
     ----------
-    cache
+    cache : PagedKV
         Where the paged memory is. Any engine's cache will do.
-    slot_mapping
-        int32 or int64 [at least n], contiguous. Token ``t`` is in slot ``slot_mapping[t]``; a negative slot leaves the
+    slot_mapping : array of int32 or int64[n or more]
+        Contiguous. Token ``t`` is in slot ``slot_mapping[t]``; a negative slot leaves the
         token out. On a GPU: device memory, or a NumPy array, which is copied.
-    out
-        [planes, layers, n, heads * head_dim] or [planes, layers, n, heads, head_dim], or a list with an array [layers,
-        n, ...] for each plane. n is the number of tokens. Heads are contiguous; other strides are free, so a transposed
-        view gives another order. Only the bytes of the last axes count, not their type. If the cache is in device
-        memory: device memory or pinned memory. Or ``StagingBuffers`` of several, whose tokens follow each other; n is
-        of all.
-    skip_prefix_n_tokens
+    out : array, list of arrays, or StagingBuffers
+        Shaped [planes, layers, n, heads * head_dim] or [planes, layers, n, heads, head_dim], or a list with an array
+        [layers, n, ...] for each plane. n is the number of tokens. Heads are contiguous; other strides are free, so a
+        transposed view gives another order. Only the bytes of the last axes count, not their type. If the cache is in
+        device memory: device memory or pinned memory. Or ``StagingBuffers`` of several, whose tokens follow each
+        other; n is of all.
+    skip_prefix_n_tokens : int, default 0
         Tokens before it are neither read nor written, nor are their slots looked at; 0 to n. With ``StagingBuffers``,
         tokens of all of them are counted.
-    stream
+    stream : Stream, int, or stream of another package, optional
         Where the copy is enqueued: anything that ``Device.as_stream`` takes. Both memories must be usable there, and
         stay until it is done. Host memory is copied before the call returns.
-    thread_blocks
-        The most thread blocks that the kernel may use. Default: few where a bus is the limit, else all that fit.
-    launcher
-        What runs kernels. Default: the ``cuda`` device's, on the GPU that has the memory, whichever GPU is current.
+    thread_blocks : int, optional
+        The most thread blocks that the kernel may use. By default few where a bus is the limit, else all that fit.
+    launcher : Launcher, optional
+        What runs kernels. By default the ``cuda`` device's, on the GPU that has the memory, whichever GPU is current.
 
     Raises
     ------
@@ -87,15 +91,42 @@ def gather_kv(
 
 def scatter_kv(
     cache: PagedKV,
-    slot_mapping: Any,
-    source: Any,
+    slot_mapping: AnyArray,
+    source: Buffers,
     *,
     skip_prefix_n_tokens: int = 0,
-    stream: Any = None,
+    stream: StreamLike = None,
     thread_blocks: int | None = None,
     launcher: Launcher | None = None,
 ) -> None:
-    """Copy tokens from ``source`` into a paged cache. Everything else is as in ``gather_kv``."""
+    """Copy tokens from ``source`` into a paged cache.
+
+    Parameters
+    ----------
+    cache : PagedKV
+        Where the paged memory is. It must be writable.
+    slot_mapping : array of int32 or int64[n or more]
+        As for ``gather_kv``.
+    source : array, list of arrays, or StagingBuffers
+        As ``out`` of ``gather_kv``.
+    skip_prefix_n_tokens : int, default 0
+        As for ``gather_kv``.
+    stream : Stream, int, or stream of another package, optional
+        As for ``gather_kv``.
+    thread_blocks : int, optional
+        As for ``gather_kv``.
+    launcher : Launcher, optional
+        As for ``gather_kv``.
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError
+        As ``gather_kv`` does.
+
+    Notes
+    -----
+    Changes nothing but the cache. Thread-safe as long as its input is not written.
+    """
     _copy(cache, slot_mapping, "source", source, skip_prefix_n_tokens, stream, thread_blocks, launcher)
 
 
