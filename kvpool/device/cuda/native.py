@@ -1,7 +1,7 @@
 """Launches by machine code: rows, launch and event in one jitted call that needs no interpreter.
 
 There are two ways of launching. This one calls the driver's functions by their addresses, and takes microseconds.
-``CupyLaunches`` in ``launcher`` does the same through CuPy, step by step: it is the one to read, and the one in use
+``CudaLauncher._launch_rows`` does the same through CuPy, step by step: it is the one to read, and the one in use
 where the driver's functions cannot be had. CuPy compiles and owns the kernels and the events of both; here they are
 handles. Tests run each test of a copy by both.
 
