@@ -23,9 +23,17 @@ from kvpool.__main__ import command_line  # noqa: E402
 
 project, author, version, release = "kvpool", "the maintainers of kvpool", kvpool.__version__, kvpool.__version__
 project_copyright = ""
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "sphinx_copybutton"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "myst_parser",
+    "sphinx_copybutton",
+]
+autosummary_generate = False
 exclude_patterns = ["_build"]
-suppress_warnings: list[str] = []
+# Attributes of several classes have one name, such as ``blocks``: a list of attributes links to one of them.
+suppress_warnings = ["ref.python"]
 html_theme, html_title = "furo", f"kvpool {version}"
 html_static_path, html_css_files = ["_static"], ["kvpool.css"]
 # Both from Pygments, so that code can be read in the light and in the dark.
@@ -85,6 +93,16 @@ def _is_field(app: Any, what: str, name: str, object: Any, skip: bool, options: 
     return True if str(getattr(object, "__doc__", "")).startswith("Alias for field") else None
 
 
+def _summarized(app: Any, docname: str, source: list[str]) -> None:
+    """Put a table of the names that a page of the reference documents in front of them."""
+    names = re.findall(r"^\.\. auto(?:class|function|exception|data):: ([\w.]+)", source[0], re.MULTILINE)
+    if not docname.startswith("reference/") or not names:
+        return
+    table = "\n".join(["```{eval-rst}", ".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names)])
+    title, _, rest = source[0].partition("\n")
+    source[0] = f"{title}\n\n{table}\n```\n{rest}"
+
+
 class CommandHelp(SphinxDirective):
     """``command-help``: the help text of a command, as it prints it itself."""
 
@@ -102,4 +120,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _sections, priority=1)
     app.connect("autodoc-process-signature", _short)
     app.connect("autodoc-skip-member", _is_field)
+    app.connect("source-read", _summarized)
     app.add_directive("command-help", CommandHelp)

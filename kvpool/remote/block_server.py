@@ -148,7 +148,7 @@ class BlockServer(Closing):
     cache : KVCacheManager
         The pool. It must have a host tier. Close it after the server. Its groups of layers may be of all kinds, but
         groups for cross attention are not served.
-    endpoint : str, default "tcp://127.0.0.1:*"
+    endpoint : str, default ``"tcp://127.0.0.1:*"``
         ``*`` takes any free port; ``ipc://PATH`` works too. Other machines only with ``keys``.
     transport : ServerTransport, optional
         How the blocks travel. By default ``InlineServer()``, inside the replies.

@@ -152,9 +152,9 @@ class KVEventPublisher(Closing):
     cache : KVCacheManager
         The pool, with ``event_capacity``. The publisher reads its events, and nothing else should. Close the pool after
         the publisher.
-    endpoint : str, default "tcp://127.0.0.1:*"
+    endpoint : str, default ``"tcp://127.0.0.1:*"``
         ``*`` takes any free port; ``ipc://PATH`` works too.
-    replay_endpoint : str or None, default "tcp://127.0.0.1:*"
+    replay_endpoint : str or None, default ``"tcp://127.0.0.1:*"``
         The same for the replay socket. None serves no replays.
     topic : str, default ""
         Subscribers can filter by it.

@@ -121,7 +121,7 @@ class StoreServer(Closing):
     ----------
     store : Store
         Any store. It is opened here, and closed by ``close``. Nobody else may use it meanwhile.
-    endpoint : str, default "tcp://127.0.0.1:*"
+    endpoint : str, default ``"tcp://127.0.0.1:*"``
         ``tcp://127.0.0.1:*`` takes any free port; ``ipc://PATH`` works too. Other machines only with ``keys``.
     block_bytes : int
         Bytes of a block. Clients with blocks of another size are refused.
