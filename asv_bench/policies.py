@@ -223,7 +223,7 @@ class Played:
             "lease_ms": self.client_random.randrange(1, 600_000),
         }
         action = {"action_id": "1", "action_type": kind, "action_version": 1, "payload": payload}
-        self.cache.hints({"protocol_version": 1, "message_id": "1", "actions": [action]})
+        self.cache.content.hints({"protocol_version": 1, "message_id": "1", "actions": [action]})
 
 
 class PlayedHost:

@@ -296,7 +296,7 @@ class Engine:
 
     def start(self, chat: Chat) -> int:
         """Add a chat to the pool. Return its sequence. Raise OutOfBlocks."""
-        chat.loads = self.cache.layer_loads(self.stream, parts=self.parts)
+        chat.loads = self.cache.imports.layer_loads(self.stream, parts=self.parts)
         prompt = self.cache.block_keys(chat.tokens, reuse=self.reuse)
         return int(self.cache.add_sequence_batch([prompt], loads=chat.loads).ids[0])
 

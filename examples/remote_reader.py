@@ -73,7 +73,7 @@ def serve(secret: bytes) -> int:
         while not select.select([sys.stdin], [], [], 0)[0]:
             tokens = prompt_of(choice.randrange(PROMPTS))
             compute(cache, tokens)
-            cache.offload(tokens)  # so that others find it on the host
+            cache.content.offload(tokens)  # so that others find it on the host
     return 0
 
 

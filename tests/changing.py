@@ -139,7 +139,7 @@ def _batch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
 
 def _reserve(scene: Any, arguments: dict[str, Any]) -> Any:
     options = {"encoder_tokens": 5} if isinstance(scene, Grouped) else {}
-    return scene.cache.reserve(**options | arguments)
+    return scene.cache.imports.reserve(**options | arguments)
 
 
 def _cross(name: str) -> Callable[[Any, dict[str, Any]], Any]:
@@ -159,12 +159,12 @@ def _hint(message: Any) -> dict[str, Any]:
 
 
 def _lacking(scene: Any, arguments: dict[str, Any]) -> Any:
-    return scene.cache.missing_blocks(np.arange(40, 49, dtype=np.int32), **arguments)
+    return scene.cache.content.missing_blocks(np.arange(40, 49, dtype=np.int32), **arguments)
 
 
 def _import(scene: Any, arguments: dict[str, Any]) -> Any:
     data = [bytes([i]) * scene.cache.layout.block_bytes for i in range(2)]
-    return scene.cache.import_blocks(scene.cache.block_keys(np.arange(50, 60)), **{"data": data} | arguments)
+    return scene.cache.imports.import_blocks(scene.cache.block_keys(np.arange(50, 60)), **{"data": data} | arguments)
 
 
 def _copies(copy: Callable[..., None]) -> Callable[[Any, dict[str, Any]], Any]:
@@ -300,7 +300,7 @@ CASES = [
     Case(
         "hints",
         Plain,
-        lambda s, arguments: s.cache.hints(_hint(**arguments)),
+        lambda s, arguments: s.cache.content.hints(_hint(**arguments)),
         {"message": KEYS},
         {"message": UINT64},
         ARRAYS,

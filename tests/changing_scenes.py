@@ -76,9 +76,9 @@ class Plain(Scene):
         super().__init__(event_capacity=16, **options)
         cache = self.cache
         cache.release(self._committed(cache.add_sequence(np.arange(9))))
-        cache.offload(np.arange(9))
+        cache.content.offload(np.arange(9))
         self.keys = cache.block_keys(np.arange(9))
-        cache.import_blocks(cache.block_keys(np.arange(300, 309)), [bytes(cache.layout.block_bytes)] * 2)
+        cache.imports.import_blocks(cache.block_keys(np.arange(300, 309)), [bytes(cache.layout.block_bytes)] * 2)
         self.one, self.two = (
             self._committed(cache.add_sequence(np.arange(100, 106))),
             cache.add_sequence(np.arange(200, 205)),

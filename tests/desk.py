@@ -67,19 +67,19 @@ class Desk:
         self.extra = self.cache.block_keys(range(700, 700 + T), extra_ids=range(T))
         self.import_at = 1000
         data = [np.full(self.cache.layout.block_bytes, 7 + i, np.uint8) for i in range(2)]
-        assert self.cache.import_blocks(self.known, data) == 2
+        assert self.cache.imports.import_blocks(self.known, data) == 2
 
     def ready(self) -> None:
         """The state before each call."""
         cache = self.cache
-        cache.offload(self.known)
+        cache.content.offload(self.known)
         self.sequence = cache.add_sequence([*range(2 * T), 250])
         self.drafted = cache.add_sequence([*range(300, 303)])
         cache.commit(self.drafted)
         cache.append_tokens(self.drafted, [1, 2, 3])
         self.both = [self.sequence, self.drafted]
         self.lease = cache.pin(self.known.keys[:1], owner="reader", tier="host")
-        self.reservation = cache.reserve(range(400, 406), owner="loader")
+        self.reservation = cache.imports.reserve(range(400, 406), owner="loader")
         self.imported = cache.block_keys(range(self.import_at, self.import_at + 2 * T))
         self.import_at += 2 * T
 
@@ -91,7 +91,7 @@ class Desk:
         return (
             int(live.sum()),
             len(cache.leases),
-            len(cache.reservations),
+            len(cache.imports.reservations),
             int((held >> 32).sum()),
             int((held & 0xFFFFFFFF).sum()),
             sorted(rows["length"][live].tolist()),
@@ -101,12 +101,12 @@ class Desk:
     def check(self, where: str) -> None:
         """Invariants; no lock is held; the next call enqueues what is queued; nothing is lost."""
         cache, staging, transfer = self.cache, self.cache._staging, self.cache.core.transfer
-        assert not cache.core._owned() and not transfer.enqueuing and not cache._imports._one.locked(), where
+        assert not cache.core._owned() and not transfer.enqueuing and not cache._writer._one.locked(), where
         assert not staging._lock.locked(), where
         free_in_another_thread(cache, where)
         cache.verify()
-        cache.refresh(0)
-        cache._imports._give_back(0)  # as the next import does
+        cache.content.refresh(0)
+        cache._writer._give_back(0)  # as the next import does
         assert not transfer._queue and transfer.broken is None and cache.core.changes.torn is None, where
         assert not cache.core.changes._open, where
         if self.sim is not None:
@@ -115,8 +115,8 @@ class Desk:
         assert cache.stats().events_dropped == 0
 
     def bytes_are_right(self, where: str) -> None:
-        self.cache.prefetch(self.known)
-        self.cache.offload(self.known)
+        self.cache.content.prefetch(self.known)
+        self.cache.content.offload(self.known)
         for tier, pool in ("host", self.cache.memory.host_pool), ("device", self.cache.memory.device_pool):
             with self.cache.pin(self.known.keys, tier=tier) as lease:
                 for i, block in enumerate(lease.blocks.tolist()):
@@ -128,7 +128,7 @@ class Desk:
         cache = self.cache
         for lease in cache.leases:
             lease.close()
-        for reservation in cache.reservations:
+        for reservation in cache.imports.reservations:
             reservation.abort()
         live = cache.core.live()
         if len(live):
@@ -150,18 +150,18 @@ def pin_context(desk: Desk) -> Act:
 
 
 def revoke(desk: Desk) -> Act:
-    desk.cache.reserve(range(440, 443), owner="reader")
+    desk.cache.imports.reserve(range(440, 443), owner="reader")
     return lambda: desk.cache.revoke("reader")
 
 
 def import_blocks(desk: Desk) -> Act:
     data = [bytes([i]) * desk.cache.layout.block_bytes for i in range(2)]
-    return lambda: desk.cache.import_blocks(desk.imported, data)
+    return lambda: desk.cache.imports.import_blocks(desk.imported, data)
 
 
 def reserve_context(desk: Desk) -> Act:
     def act() -> None:
-        with desk.cache.reserve([*range(2 * T), 900, 901]):
+        with desk.cache.imports.reserve([*range(2 * T), 900, 901]):
             pass
 
     return act
@@ -197,7 +197,7 @@ def reading(desk: Desk) -> Act:
         cache.sequence_length([desk.sequence])
         cache.evictable_after_release([desk.sequence])
         cache.stats()
-        assert cache.leases and cache.reservations
+        assert cache.leases and cache.imports.reservations
 
     return act
 
@@ -230,7 +230,7 @@ GIVING: dict[str, Verb] = {
     "pin": lambda desk: lambda: desk.cache.pin(desk.known.keys),
     "find_and_pin": lambda desk: lambda: desk.cache.find_and_pin_host(desk.known.keys[1], stream=3),
     "pin_blocks": lambda desk: lambda: desk.cache.pin_blocks([0]),
-    "reserve": lambda desk: lambda: desk.cache.reserve([*range(2 * T), 900, 901]),
+    "reserve": lambda desk: lambda: desk.cache.imports.reserve([*range(2 * T), 900, 901]),
 }
 """Those that give the caller something it has to give back."""
 VERBS = GIVING | {
@@ -240,8 +240,8 @@ VERBS = GIVING | {
     "release": lambda desk: lambda: desk.cache.release(desk.both),
     "reorder": lambda desk: lambda: desk.cache.reorder(desk.both, [0, 0]),
     "keep": lambda desk: lambda: desk.cache.accept_drafts(desk.drafted, 3, [0, 2]),
-    "offload": lambda desk: lambda: desk.cache.offload(desk.known),
-    "prefetch": lambda desk: lambda: desk.cache.prefetch(desk.known),
+    "offload": lambda desk: lambda: desk.cache.content.offload(desk.known),
+    "prefetch": lambda desk: lambda: desk.cache.content.prefetch(desk.known),
     "close_lease": lambda desk: desk.lease.close,
     "pin_context": pin_context,
     "revoke": revoke,
@@ -249,7 +249,7 @@ VERBS = GIVING | {
     "commit_reserved": lambda desk: lambda: desk.reservation.commit(0),
     "abort_reserved": lambda desk: desk.reservation.abort,
     "reserve_context": reserve_context,
-    "load_targets": lambda desk: lambda: desk.cache.load_targets(desk.both),
+    "load_targets": lambda desk: lambda: desk.cache.imports.load_targets(desk.both),
     "events": events,
     "snapshot": snapshot,
     "offsets": offsets,
@@ -259,7 +259,7 @@ VERBS = GIVING | {
     ),
     "block_table": lambda desk: lambda: desk.cache.block_table([desk.sequence], stream=3).dense(),
     "reading": reading,
-    "refresh": lambda desk: lambda: desk.cache.refresh(10**6),
+    "refresh": lambda desk: lambda: desk.cache.content.refresh(10**6),
     "export": export,
     "gather": gather,
 }

@@ -129,7 +129,7 @@ class Rig(Engine):
                 lambda i=i: self.cache.block_table(i),
                 lambda i=i: self.cache.tables.copy_batch_block_offsets(np.zeros((1, 32), np.int32), i),
                 lambda i=i: self.cache.cached_tokens(i),
-                lambda i=i: self.cache.load_targets(i),
+                lambda i=i: self.cache.imports.load_targets(i),
                 lambda i=i: self.cache.blocks_needed(sequences=i, new_tokens=9),
                 lambda i=i: self.cache.evictable_after_release(i),
             ):
@@ -152,7 +152,7 @@ def full_of_content(rig: Rig, priority: int = 60) -> None:
 
 def on_host_only(rig: Rig, start: int, count: int) -> None:
     rig.seed(range(start, start + count), committed=count, retention=[(0, None, 90, None)])
-    rig.cache.offload(list(range(start, start + count)))
+    rig.cache.content.offload(list(range(start, start + count)))
     rig.release(rig.add(range(7000, 7000 + T * rig.free())), store=False)
 
 
@@ -180,12 +180,12 @@ def append(rig: Rig) -> Action:
 def prefetch(rig: Rig) -> Action:
     on_host_only(rig, 0, 12)
     full_of_content(rig)
-    return lambda rig: rig.cache.prefetch(list(range(12)))
+    return lambda rig: rig.cache.content.prefetch(list(range(12)))
 
 
 def offload(rig: Rig) -> Action:
     rig.seed(range(13), committed=13)
-    return lambda rig: rig.cache.offload(list(range(12)))
+    return lambda rig: rig.cache.content.offload(list(range(12)))
 
 
 def rewind(rig: Rig) -> Action:

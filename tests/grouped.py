@@ -77,7 +77,7 @@ def churn(cache: KVCacheManager, random: Random, rounds: int) -> Iterator[None]:
             cache.append_tokens(sequence, [token])
             cache.commit(sequence)
         if random.random() < 0.3:
-            cache.offload(prompt)
+            cache.content.offload(prompt)
         cache.release(sequence, store=random.random() < 0.9)
         if random.random() < 0.03:
             cache.reset()

@@ -30,7 +30,7 @@ def picture(engine: Engine) -> tuple[Any, ...]:
     cache = engine.cache
     return (
         debug.dump(cache.core.tokens),
-        cache.reservations,
+        cache.imports.reservations,
         cache.leases,
         cache.core.transfer._decided,
         cache.memory.device_pool.tobytes(),

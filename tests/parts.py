@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool import KVCacheManager
-from kvpool.pool import BlockTables, PoolMemory
+from kvpool.pool import BlockTables, CachedContent, Imports, PoolMemory
 
-PARTS: dict[str, type] = {"memory": PoolMemory, "tables": BlockTables}
+PARTS: dict[str, type] = {"content": CachedContent, "imports": Imports, "memory": PoolMemory, "tables": BlockTables}
 """The class of each part, by the attribute of the manager."""
 
 

@@ -86,15 +86,15 @@ class ByName(Pooled):
         self.time_set_priority(tokens)
 
     def time_cached_blocks(self, tokens: int) -> None:
-        self.cache.cached_blocks(self.keys)
+        self.cache.content.cached_blocks(self.keys)
 
     def time_lacking(self, tokens: int) -> None:
-        self.cache.missing_blocks(self.keys, self.available)
+        self.cache.content.missing_blocks(self.keys, self.available)
 
     def time_set_priority(self, tokens: int) -> None:
         """Another one each time, so that every block changes its list."""
         self.priority = 115 - self.priority
-        self.cache.set_priority(self.keys, self.priority)
+        self.cache.content.set_priority(self.keys, self.priority)
 
 
 class Forget(Once):
@@ -110,11 +110,11 @@ class Forget(Once):
             self.keys = self.cache.block_keys(prompt, salt=salt)
             store(self.cache, [self.keys])
             if salt == "first":
-                self.cache.forget(self.keys)
-                self.cache.forget(namespace=("first", None))
+                self.cache.content.forget(self.keys)
+                self.cache.content.forget(namespace=("first", None))
 
     def time_forget(self, what: str, blocks: int) -> None:
         if what == "prompt":
-            self.cache.forget(self.keys)
+            self.cache.content.forget(self.keys)
         else:
-            self.cache.forget(namespace=("tenant", None))
+            self.cache.content.forget(namespace=("tenant", None))

@@ -25,7 +25,7 @@ class Pinned(Pooled):
         (prompt,) = make_prompts(1, READ_TOKENS, seed=1)
         keys = self.cache.block_keys(prompt)
         store(self.cache, [keys])
-        self.cache.offload(keys)
+        self.cache.content.offload(keys)
         self.keys = keys.keys
         self.team = ThreadPoolExecutor(1)
 

@@ -87,7 +87,7 @@ class Submission(Once):
         lock = OwnLock(transfer.lock)
         transfer.lock = lock  # type: ignore[assignment]
         began = perf_counter()
-        (self.cache.prefetch if call == "prefetch" else self.cache.add_sequence)(self.keys)
+        (self.cache.content.prefetch if call == "prefetch" else self.cache.add_sequence)(self.keys)
         between = perf_counter()
         self.cache.commit(self.running)
         ended = perf_counter()

@@ -29,11 +29,11 @@ class MoveContent(Once):
 
     def time_offload(self, prompts: int) -> None:
         for keys in self.on_device:
-            self.cache.offload(keys)
+            self.cache.content.offload(keys)
 
     def time_prefetch(self, prompts: int) -> None:
         for keys in self.on_host:
-            self.cache.prefetch(keys)
+            self.cache.content.prefetch(keys)
 
     def time_add_sequence_batch(self, prompts: int) -> None:
         self.cache.add_sequence_batch(self.on_host)

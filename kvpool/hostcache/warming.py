@@ -122,7 +122,7 @@ def _groups(layout: BlockLayout) -> None:
         _ = cache.free_blocks
         cache.blocks_needed(tokens, group=1)
         cache.commit(sequence)
-        cache.offload(tokens)
+        cache.content.offload(tokens)
         cache.release(sequence)
 
 
@@ -145,7 +145,7 @@ def _live(cache: KVCacheManager) -> None:
         cache.tables.copy_step_tables(step, ids)
         cache.rewind(ids, np.array([3]))
         cache.evictable_after_release(ids)
-        cache.load_targets(ids)
+        cache.imports.load_targets(ids)
         cache.release(ids)
         _ = cache.free_blocks
     sequence = cache.add_sequence(tokens[:2])
@@ -165,13 +165,13 @@ def _live(cache: KVCacheManager) -> None:
 def _between_requests(cache: KVCacheManager) -> None:
     """Pins, moves on demand, loaders, imports, and the calls that concern the whole pool."""
     keys = cache.block_keys(np.arange(6 * _WIDTH + 1, dtype=np.int32))
-    cache.offload(keys)
-    cache.prefetch(keys)
-    cache.cached_blocks(keys)
-    cache.missing_blocks(keys, np.ones((1, 6), np.bool_))
-    cache.set_priority(keys, 80)
+    cache.content.offload(keys)
+    cache.content.prefetch(keys)
+    cache.content.cached_blocks(keys)
+    cache.content.missing_blocks(keys, np.ones((1, 6), np.bool_))
+    cache.content.set_priority(keys, 80)
     action = {"action_id": "warm", "action_type": "retain", "action_version": 1, "payload": {"keys": keys.keys}}
-    cache.hints({"protocol_version": 1, "message_id": "up", "actions": [action]})
+    cache.content.hints({"protocol_version": 1, "message_id": "up", "actions": [action]})
     rows = key_rows(keys)
     cursor = cache.core.decide(None, saving.open_dirty_cursor, True)
     at, report = np.zeros(3, np.int64), np.empty((1, saving.FOUND), np.int64)
@@ -186,18 +186,18 @@ def _between_requests(cache: KVCacheManager) -> None:
     if lease is not None:
         cache.pin_blocks(lease.blocks).close()
         lease.close()
-    with cache.reserve(np.arange(500, 500 + _WIDTH, dtype=np.int32)) as reservation:
+    with cache.imports.reserve(np.arange(500, 500 + _WIDTH, dtype=np.int32)) as reservation:
         reservation.commit()
-    cache.reserve(np.arange(500, 501 + _WIDTH, dtype=np.int32)).abort()
-    cache.import_blocks(
+    cache.imports.reserve(np.arange(500, 501 + _WIDTH, dtype=np.int32)).abort()
+    cache.imports.import_blocks(
         cache.block_keys(np.arange(900, 900 + _WIDTH, dtype=np.int32)), [bytes(cache.layout.block_bytes)]
     )
     cache.keys_of(live := cache.add_sequence(keys))
-    cache.forget(keys)
-    cache.forget(keys.keys[:1])
-    cache.forget(namespace=("s", None))
+    cache.content.forget(keys)
+    cache.content.forget(keys.keys[:1])
+    cache.content.forget(namespace=("s", None))
     cache.release(live)
-    cache.refresh()
+    cache.content.refresh()
     cache.events()
     cache.stats()
     cache.verify()

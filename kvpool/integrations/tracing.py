@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from kvpool.pool import CachedContent, Imports
 from kvpool.pool.manager import KVCacheManager
 from kvpool.storage.storage_manager import StorageManager
 from kvpool.storage.store_requests import StoreRequest
@@ -20,9 +21,12 @@ from kvpool.storage.store_worker import StoreWorker
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-_ADMISSIONS = ("add_sequence", "add_sequence_batch", "plan_batch", "reserve")
-_MOVES = ("prefetch", "offload", "import_blocks", "swap_out", "resume")
-_CALLS: dict[type, tuple[str, ...]] = {KVCacheManager: (*_ADMISSIONS, *_MOVES), StorageManager: ("prefetch",)}
+_CALLS: dict[type, tuple[str, ...]] = {
+    KVCacheManager: ("add_sequence", "add_sequence_batch", "plan_batch", "swap_out", "resume"),
+    CachedContent: ("prefetch", "offload"),
+    Imports: ("reserve", "import_blocks"),
+    StorageManager: ("prefetch",),
+}
 _JOBS = ("find", "load", "save", "forget")
 
 _request: ContextVar[str] = ContextVar("kvpool_request", default="")

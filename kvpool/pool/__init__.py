@@ -10,12 +10,14 @@ from kvpool.common.lazy import lazy_names
 if TYPE_CHECKING:
     from kvpool.pool.block_tables import BlockTables as BlockTables
     from kvpool.pool.block_tables import GraphTables as GraphTables
+    from kvpool.pool.cached_content import CachedContent as CachedContent
     from kvpool.pool.config import split_blocks as split_blocks
     from kvpool.pool.events import Event as Event
     from kvpool.pool.events import Events as Events
     from kvpool.pool.explain import Explanation as Explanation
     from kvpool.pool.explain import Missed as Missed
     from kvpool.pool.hints import HintAnswer as HintAnswer
+    from kvpool.pool.imports import Imports as Imports
     from kvpool.pool.keys import MissingBlocks as MissingBlocks
     from kvpool.pool.keys import Plan as Plan
     from kvpool.pool.pool_memory import PoolMemory as PoolMemory
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "kvpool.pool.block_tables": "BlockTables GraphTables",
+    "kvpool.pool.cached_content": "CachedContent",
     "kvpool.pool.config": "split_blocks",
     "kvpool.pool.events": "Event Events",
     "kvpool.pool.explain": "Explanation Missed",
     "kvpool.pool.hints": "HintAnswer",
+    "kvpool.pool.imports": "Imports",
     "kvpool.pool.keys": "MissingBlocks Plan",
     "kvpool.pool.pool_memory": "PoolMemory",
     "kvpool.pool.prompts": "LayerLoads",

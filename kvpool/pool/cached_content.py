@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from kvpool.common.arguments import Namespace, namespace_argument, priority_argument, ttl_argument
 from kvpool.common.arrays import Bools, Int64s
+from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import in_numpy
+from kvpool.pool.core import MAX_MS, Core
 from kvpool.pool.explain import Explanation, explained
+from kvpool.pool.hints import ClientHints, HintAnswer
 from kvpool.pool.keys import BlockKeys, Keys, MissingBlocks, Prompt, is_keys, key_rows, request_of, tier_number
-from kvpool.pool.prompts import Prompts
+from kvpool.pool.prompt_requests import PromptRequests
 from kvpool.state import control, index, verbs
 
 
-class CachedContent(Prompts):
-    """The calls of a pool about cached content, which a prompt or keys name. Thread-safe."""
+class CachedContent:
+    """Cached content that a prompt, keys or a namespace names: ``cache.content``. Thread-safe."""
+
+    def __init__(self, core: Core, requests: PromptRequests, client_hints: ClientHints) -> None:
+        self.core, self._requests, self._client_hints = core, requests, client_hints
 
     def prefetch(self, prompt: Prompt) -> int:
         """Onboard the prompt's cached full blocks that are only on the host, without holding them. Returns how many.
@@ -22,7 +31,7 @@ class CachedContent(Prompts):
         With a window, it onboards those that adding the prompt would reuse. It stops when no device block is free.
         Changes the pool.
         """
-        keys = self._keys_of(prompt)
+        keys = self._requests.keys(prompt)
         full = len(keys) // self.core.config.tokens_per_block
         ids = np.empty((len(self.core.states), full), np.int32)
         return int(self.core.decide(None, verbs.prefetch, request_of(keys), ids, self.core.now()))
@@ -57,7 +66,7 @@ class CachedContent(Prompts):
         recurrent group the last state. It has no blocks if nothing is gained. Thread-safe; changes nothing. Raises
         TypeError, ValueError, PoolClosed.
         """
-        keys, groups = self._keys_of(prompt), self.core.states.groups
+        keys, groups = self._requests.keys(prompt), self.core.states.groups
         rows = key_rows(keys)
         brought = _flags(there, (len(groups), len(rows)))
         cached = np.empty_like(brought)
@@ -79,8 +88,8 @@ class CachedContent(Prompts):
         "other_namespace" reveals what others have sent. Thread-safe; changes nothing. Raises TypeError, ValueError,
         PoolClosed.
         """
-        keys = self._keys_of(prompt)
-        match = self._match(keys)
+        keys = self._requests.keys(prompt)
+        match = self._requests.match(keys)
         full = len(keys) // self.core.config.tokens_per_block
         lacks = np.zeros(full, np.bool_)
         for blocks in self.missing_blocks(keys, np.ones((len(self.core.config.groups), full), np.bool_)).blocks:
@@ -111,7 +120,7 @@ class CachedContent(Prompts):
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt, namespace: expected exactly one of them, got {prompt!r:.80}, {namespace!r:.80}")
         if namespace is not None:
-            tag = self._root(*namespace_argument("namespace", namespace))[0]
+            tag = self._requests.root(*namespace_argument("namespace", namespace))[0]
             return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
         keys, rows = self._named(prompt)
         ordered, now_ms = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
@@ -131,12 +140,39 @@ class CachedContent(Prompts):
         value, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         return int(self.core.decide(None, control.set_priority, self._named(prompt)[1], value, ttl, self.core.now()))
 
+    def hints(
+        self, message: Mapping[str, Any], *, salt: bytes | str | None = None, adapter_id: int | str | None = None
+    ) -> list[HintAnswer]:
+        """Do what a client wishes for its content, as far as its budget goes. Returns a ``HintAnswer`` for each action.
+
+        ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1 or "1"), ``message_id``, and
+        ``actions`` (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` and ``payload``.
+        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys``
+        (uint64[n, 2], or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
+
+        - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
+          priority until the lease is over. No block is held: a request that needs all blocks gets them.
+        - "prefetch" brings what only the host has to the device; of tokens or a session.
+        - "drop" forgets cached blocks.
+
+        Content of another namespace than that of ``salt`` and ``adapter_id``, which you set and not the client, counts
+        as not cached. Leases and prefetches of a namespace are for at most a sixteenth of the blocks at a time, and
+        for a half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
+        thread-safe. Raises TypeError or ValueError for a wrong envelope, with nothing changed; PoolClosed.
+        """
+        return self._client_hints.apply(message, salt, adapter_id)
+
+    def refresh(self, now_ms: int | None = None) -> int:
+        """Give blocks whose time to live is over the default priority. Returns how many. Changes the pool."""
+        time_ms = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
+        return int(self.core.decide(None, verbs.refresh, time_ms))
+
     def _named(self, prompt: object) -> tuple[BlockKeys | None, Int64s]:
         """A prompt and its keys, or keys alone. Raises TypeError, ValueError."""
         prompt = in_numpy("prompt", prompt)
         if not isinstance(prompt, BlockKeys) and is_keys(prompt):
             return None, key_rows(prompt)
-        keys = self._keys_of(prompt)
+        keys = self._requests.keys(prompt)
         return keys, key_rows(keys)
 
 

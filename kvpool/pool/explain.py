@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.common.arrays import Bools
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, Match, Scope, key_rows
-from kvpool.pool.prompts import NO_KEYS
+from kvpool.pool.prompt_requests import NO_KEYS
 from kvpool.state import control
 from kvpool.state.records import N
 from kvpool.state.tiers import EVICTED, EXPIRED, FORGOTTEN, LOSS

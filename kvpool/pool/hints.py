@@ -17,9 +17,9 @@ import numpy as np
 from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.pool.cached_content import CachedContent
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, key_rows, request_of
+from kvpool.pool.prompt_requests import PromptRequests
 from kvpool.state import control, verbs
 from kvpool.state.records import DEFAULT_PRIORITY, PRIORITY_MAX
 
@@ -130,40 +130,23 @@ class Budget:
             del self._used[namespace]
 
 
-class Hints(CachedContent):
-    """The call of a pool that takes hints. The state lock guards the budgets of namespaces, and what sessions have."""
+class ClientHints:
+    """Hints of clients. The state lock guards the budgets of namespaces, and what sessions have."""
 
-    def __init__(self, core: Core) -> None:
-        super().__init__(core)
+    def __init__(self, core: Core, requests: PromptRequests) -> None:
+        self.core, self._requests = core, requests
         self._budget = Budget(core.states.blocks)
         self._sessions: OrderedDict[tuple[int, str], BlockKeys] = OrderedDict()
         self._remembered = 0
 
-    def hints(
-        self, message: Mapping[str, Any], *, salt: bytes | str | None = None, adapter_id: int | str | None = None
-    ) -> list[HintAnswer]:
-        """Do what a client wishes for its content, as far as its budget goes. Returns a ``HintAnswer`` for each action.
-
-        ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1 or "1"), ``message_id``, and
-        ``actions`` (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` and ``payload``.
-        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys``
-        (uint64[n, 2], or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
-
-        - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
-          priority until the lease is over. No block is held: a request that needs all blocks gets them.
-        - "prefetch" brings what only the host has to the device; of tokens or a session.
-        - "drop" forgets cached blocks.
-
-        Content of another namespace than that of ``salt`` and ``adapter_id``, which you set and not the client, counts
-        as not cached. Leases and prefetches of a namespace are for at most a sixteenth of the blocks at a time, and
-        for a half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
-        thread-safe. Raises TypeError or ValueError for a wrong envelope, with nothing changed; PoolClosed.
-        """
-        actions, scope = actions_of(message), self.block_keys([0], salt=salt, adapter_id=adapter_id)
+    def apply(self, message: object, salt: bytes | str | None, adapter_id: int | str | None) -> list[HintAnswer]:
+        """What ``CachedContent.hints`` does."""
+        actions = actions_of(message)
         self.core.check_open()
+        scope = self._requests.in_namespace([0], salt, adapter_id)
         return [self._answer(action, scope) for action in actions]
 
-    def _remember(self, session: str, keys: BlockKeys) -> None:
+    def remember(self, session: str, keys: BlockKeys) -> None:
         """A session has come so far. The oldest sessions are forgotten if all have more blocks than the pool."""
         with self.core.lock, self.core.changes:
             name = keys.namespace, session
@@ -203,7 +186,7 @@ class Hints(CachedContent):
                 if prompt is None:
                     raise ValueError(f"session: expected one that a release has named lately, got {session!r:.80}")
             else:
-                prompt = self.block_keys(payload["tokens"], salt=scope.salt, adapter_id=scope.adapter_id)
+                prompt = self._requests.in_namespace(payload["tokens"], scope.salt, scope.adapter_id)
             rows = key_rows(prompt)
         if not 1 <= len(rows) <= KEYS_MAX:
             raise ValueError(f"payload: expected names of 1 to {KEYS_MAX} full blocks, got {len(rows)}")

@@ -26,8 +26,11 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.device.base import StreamLike
 from kvpool.errors import OutOfSequences, counted
 from kvpool.pool import stats as statistics
+from kvpool.pool.core import Core
 from kvpool.pool.exclusive import allowed_inside
-from kvpool.pool.hints import Hints, name_argument
+from kvpool.pool.hints import ClientHints, name_argument
+from kvpool.pool.prompt_requests import PromptRequests
+from kvpool.pool.prompts import Prompts
 from kvpool.pool.tables.block_table import BlockTable
 from kvpool.state import records, swaps, verbs
 from kvpool.state.sequences import check_ids, use
@@ -35,8 +38,12 @@ from kvpool.state.sequences import check_ids, use
 NO_COUNTS: Int64s = np.empty(0, np.int64)
 
 
-class LiveSequences(Hints):
+class LiveSequences(Prompts):
     """The calls of a pool that name live sequences. Thread-safe."""
+
+    def __init__(self, core: Core, requests: PromptRequests, client_hints: ClientHints) -> None:
+        super().__init__(core, requests)
+        self._client_hints = client_hints
 
     @property
     def sequences(self) -> list[int]:
@@ -125,7 +132,7 @@ class LiveSequences(Hints):
         left = None if name is None else self.keys_of(which)[0]
         self.core.decide(stream, verb, which, *how, self.core.now(), ids=which)
         if name is not None and left is not None:
-            self._remember(name, left)
+            self._client_hints.remember(name, left)
 
     def swap_out(self, ids: Ids, *, stream: StreamLike = None) -> int:
         """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were

@@ -15,10 +15,7 @@ from kvpool.common.arguments import (
     Integers,
     bool_argument,
     id_array,
-    list_argument,
-    priority_argument,
     text_argument,
-    ttl_argument,
 )
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
@@ -31,15 +28,18 @@ from kvpool.errors import BlockNotFound, IntegrityError, PoolBusy, counted
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
 from kvpool.pool.block_tables import BlockTables
+from kvpool.pool.cached_content import CachedContent
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
-from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.core import Core, pool_memory, pool_states
 from kvpool.pool.exclusive import Exclusive, allowed_inside
-from kvpool.pool.keys import BlockKeys, Key, Keys, Prompt, key_row, key_rows, tier_number
+from kvpool.pool.hints import ClientHints
+from kvpool.pool.imports import Imports
+from kvpool.pool.keys import Key, Keys, key_row, key_rows, tier_number
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.live_sequences import LiveSequences
 from kvpool.pool.pool_memory import PoolMemory
-from kvpool.pool.prompts import Retention
-from kvpool.pool.reservations import Imports, LoadTarget, Reservation, Reservations, block_buffer
+from kvpool.pool.prompt_requests import PromptRequests
+from kvpool.pool.reservations import ImportWriter, Reservations
 from kvpool.pool.shutdown import CloseReport, Shutdown
 from kvpool.pool.tables.staging import Staging
 from kvpool.state import control, records, verbs
@@ -100,6 +100,8 @@ class KVCacheManager(LiveSequences, Closing):
 
     Attributes
     ----------
+    content : cached content that a prompt, keys or a namespace names: see ``CachedContent``.
+    imports : KV that comes from elsewhere: see ``Imports``.
     memory : the arrays of both tiers, and their exports to other packages and processes: see ``PoolMemory``.
     tables : tables of live sequences for kernels, and their uploads: see ``BlockTables``.
 
@@ -182,15 +184,19 @@ class KVCacheManager(LiveSequences, Closing):
             ends.pop_all()
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
-        super().__init__(core)
+        requests = PromptRequests(core)
+        client_hints = ClientHints(core, requests)
+        super().__init__(core, requests, client_hints)
         self._leases = Leases(core, self._pools)
         self._staging = Staging(pool_device, core.transfer, config.staging_depth)
         self.tables = BlockTables(core, self._staging)
-        self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
+        self._writer, self._reservations = ImportWriter(core, self._pools), Reservations(core, self._pools)
+        self.content = CachedContent(core, requests, client_hints)
+        self.imports = Imports(core, requests, self._reservations, self._writer)
         self._loans: WeakSet[Loan] = WeakSet()
         sharing = Sharing(pool_device, self._pools)
         self.memory = PoolMemory(core, self._pools, sharing, self._loans)
-        frees = [sharing.close, self._staging.close, self._imports.close, *([pool_device.close] if owned else [])]
+        frees = [sharing.close, self._staging.close, self._writer.close, *([pool_device.close] if owned else [])]
         self._shutdown = Shutdown(core, self._leases, self._reservations, self._loans, frees)
         self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
@@ -248,102 +254,6 @@ class KVCacheManager(LiveSequences, Closing):
         with self.core.lock, self.core.changes:
             return self._leases.all
 
-    def reserve(
-        self,
-        prompt: Prompt,
-        *,
-        owner: str = "",
-        retention: Retention | None = None,
-        stream: StreamLike = None,
-        encoder_tokens: int | None = None,
-        deadline_ms: int | None = None,
-    ) -> Reservation:
-        """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere.
-        Changes the pool.
-
-        What the pool already has of the prompt is held (and onboarded), as for a sequence. The loader must not write
-        it. Nobody finds the rest before ``Reservation.commit``. ``stream``: the loader's. Without one, the call waits,
-        without a lock, until nothing that is enqueued touches the blocks. Then anybody may write to them, from any
-        process and stream.
-
-        ``owner`` names the loader, for ``revoke`` and for people. ``retention`` and ``encoder_tokens`` are as in
-        ``add_sequence``; ``encoder_tokens=0`` takes no blocks for cross attention, which a commit never publishes. A
-        reservation takes one of ``max_sequences``, and counts as no reuse in the statistics.
-
-        The reservation expires ``deadline_ms`` after this call (None, the default: never). If it was not committed by
-        then, ``commit`` is refused, and it counts in ``stats`` as expired. Its blocks stay out of use until ``abort``
-        or ``revoke``, since the loader may still write them. There is no thread: deadlines are checked by each call
-        that ends a reservation, by ``Reservation.overdue`` and by ``stats``.
-
-        Thread-safe. Raises OutOfBlocks, OutOfSequences, DeviceError, ValueError, TypeError.
-        """
-        ranges = None if retention is None else [retention]
-        (keys,), row, *_ = arrivals = self._arrivals(
-            [prompt], ranges, records.DEFAULT_PRIORITY, None, False, encoder_tokens
-        )
-        row[0, records.R.reserves] = 1
-        for why in self._refused([keys], row).values():
-            raise ValueError(f"prompt: {why}")
-        lifetime = None if deadline_ms is None else ttl_argument("deadline_ms", deadline_ms)
-        return self._reservations.take(arrivals, text_argument("owner", owner), stream, lifetime)
-
-    @property
-    def reservations(self) -> list[Reservation]:
-        """Open reservations, oldest first."""
-        return self._reservations.all
-
-    def load_targets(self, ids: Ids, *, stream: StreamLike = None) -> list[LoadTarget]:
-        """Where a store may write for live sequences, in place of the engine: all tokens after the committed ones.
-
-        ``stream``: the loader's, on which these sequences are used from now on. Without one, the call waits as
-        ``reserve`` does. Then call ``commit`` for the tokens that came: with the loader's stream, or when the bytes are
-        there. The engine continues with ``block_table(ids, stream)``, or any other call that names its own stream.
-        Changes nothing else. Thread-safe as long as nobody else changes these sequences. Raises UnknownSequence,
-        DeviceError, ValueError, TypeError.
-        """
-        return self._reservations.load_targets(id_array("ids", ids), stream)
-
-    def import_blocks(
-        self,
-        prompt: BlockKeys,
-        data: Sequence[Any],
-        *,
-        first: int = 0,
-        priority: int = records.DEFAULT_PRIORITY,
-        group: int | None = None,
-    ) -> int:
-        """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request
-        with it hits.
-
-        ``data``: for each block a buffer or array of ``layout.block_bytes``, laid out as a block of ``host_pool``. The
-        keys are the prompt's, which this pool computed. Blocks that are cached already are skipped. The call stops
-        where the host has no room, and returns how many blocks were stored. Nobody finds a block while it is being
-        written. If the pool is reset meanwhile, nothing is stored. The call waits, without a state or transfer lock,
-        for copies out of the memory that it takes, and for other imports.
-
-        ``group``: the index of a group of layers, required where there are several. A request hits once all groups have
-        what they need of a prefix. A buffer has ``groups[group].block_bytes``: the block in ``host_pools[group][0]``,
-        then the block in the next part. In a recurrent group, block i is the state after the i-th full block. Groups
-        for cross attention are refused. Thread-safe; changes the pool. Raises TypeError, ValueError, PoolClosed,
-        DeviceError.
-        """
-        if not isinstance(prompt, BlockKeys):
-            raise TypeError(f"prompt: expected the BlockKeys of this pool, got {prompt!r:.80}")
-        keys, into = self._keys_of(prompt), self.core.config.groups[self.core.config.group(group)]
-        if into.kind == "cross":
-            raise ValueError(
-                f"group: expected one that is not for cross attention, whose content nobody finds, got {into.index}"
-            )
-        first = integer_argument("first", first, 0, (1 << 31) - 1)
-        priority = priority_argument("priority", priority)
-        buffers = [block_buffer(i, buffer, into.block_bytes) for i, buffer in enumerate(list_argument("data", data))]
-        full = len(keys) // self.tokens_per_block
-        if first + len(buffers) > full:
-            raise ValueError(
-                f"data: expected blocks of the prompt's {full} full ones, got {len(buffers)} from first={first} on"
-            )
-        return self._imports.store(into, keys, first, priority, buffers)
-
     def revoke(self, owner: str) -> int:
         """Close all leases and abort all reservations of an owner that is gone; returns how many.
 
@@ -389,11 +299,6 @@ class KVCacheManager(LiveSequences, Closing):
     def now(self) -> int:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
         return self.core.now()
-
-    def refresh(self, now_ms: int | None = None) -> int:
-        """Give blocks whose time to live is over the default priority. Returns how many. Changes the pool."""
-        time_ms = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
-        return int(self.core.decide(None, verbs.refresh, time_ms))
 
     def events(self, *, snapshot: bool = False, since: int | None = None) -> kv_events.Events:
         """What has changed in the cache since the last call. Each event is returned once.
@@ -450,7 +355,7 @@ class KVCacheManager(LiveSequences, Closing):
 
     def _pinned(self) -> Int64s:
         """The blocks that leases and imports hold, once for each pin. The caller holds the state lock."""
-        return np.concatenate([self._imports.pinned, *self._leases.pinned()])
+        return np.concatenate([self._writer.pinned, *self._leases.pinned()])
 
     def reset(self, force: bool = False) -> None:
         """Forget all content. Pinned blocks stay readable.

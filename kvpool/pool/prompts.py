@@ -5,8 +5,8 @@ admission brings from the host, some layers after the others."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any, TypeAlias, overload
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
 
@@ -15,9 +15,7 @@ from kvpool.common.arguments import (
     TOKENS,
     Ids,
     Integers,
-    RetentionRange,
     adapter_argument,
-    address,
     bool_argument,
     count_array,
     encoder_argument,
@@ -25,21 +23,18 @@ from kvpool.common.arguments import (
     id_array,
     is_integer,
     list_argument,
-    priority_argument,
-    retention_rows,
     salt_argument,
     token_array,
-    ttl_argument,
 )
 from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamLike
 from kvpool.device.regions import Layers
-from kvpool.pool.config import Group
 from kvpool.pool.core import KEEP_GIL_TOKENS, Core, refusal
 from kvpool.pool.exclusive import allowed_inside
-from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of, requests_of, unproven
-from kvpool.state import admission_plan, admit, hashing, index, records, requests, verbs
+from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of
+from kvpool.pool.prompt_requests import NO_KEYS, Arrivals, PromptRequests, Retention, Rows
+from kvpool.state import admission_plan, admit, records, requests, verbs
 from kvpool.state.arrays import State
 
 PARTS_MAX = 1 << 16
@@ -68,7 +63,7 @@ class LayerLoads:
     >>> import kvpool
     >>> layout = kvpool.BlockLayout(layers=4, kv_heads=2, head_dim=8, tokens_per_block=4)
     >>> with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
-    ...     loads = cache.layer_loads(parts=2)
+    ...     loads = cache.imports.layer_loads(parts=2)
     ...     found = cache.add_sequence_batch([[1, 2, 3, 4, 5]], loads=loads)
     ...     for layer in range(4):
     ...         loads.wait(layer)  # then enqueue the kernels of that layer
@@ -122,29 +117,11 @@ def loads_argument(core: Core, loads: object, stream: object) -> Stream:
     return loads.stream
 
 
-Rows = Int64s
-NO_KEYS: Uint64s = np.empty((0, 2), np.uint64)
-Retention = Sequence[RetentionRange | tuple[int | None, ...]]
-
-
-Arrivals: TypeAlias = tuple[list[BlockKeys], Rows, list["Rows | None"], bool]
-"""The prompts of an admission, and what is asked for them, all of it checked: the requests, int64[n, REQUEST], as
-jitted code sees them; the memory of the retention that these point to; and whether a part of them may be admitted."""
-
-
 class Prompts:
     """The calls of a pool that take prompts. Thread-safe."""
 
-    def __init__(self, core: Core) -> None:
-        self.core, config = core, core.config
-        self._origin = (core.states.fingerprint, config.tokens_per_block)
-        self._width, self._columns = config.tokens_per_block, config.columns
-        # A shorter request fits into every group, whatever is cached, if nothing else lives.
-        cross = [group.device_blocks for group in config.groups if group.kind == "cross"]
-        others = [group.device_blocks for group in config.groups if group.kind != "cross"]
-        self._always, self._encoder_always = (
-            self._width * min(self._columns, *each) for each in (others, cross or [self._columns])
-        )
+    def __init__(self, core: Core, requests: PromptRequests) -> None:
+        self.core, self._requests = core, requests
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -176,18 +153,18 @@ class Prompts:
         self.core.check_open()
         plain = salt is None and adapter_id is None and reuse is True and publish is True
         if plain:
-            scope = self._plain
+            scope = self._requests.plain
         else:
             switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
             names = salt_argument(salt), adapter_argument(adapter_id)
-            scope = Scope(*names, self._root(*names), self._origin, *switches)
+            scope = Scope(*names, self._requests.root(*names), self._requests.origin, *switches)
         if isinstance(tokens, BlockKeys):
             if not plain or extra_ids is not None:
                 raise TypeError(
                     "salt, adapter_id, extra_ids, reuse, publish: expected none with BlockKeys, which have them"
                     ", got some"
                 )
-            return self._own([tokens])[0]
+            return self._requests.own([tokens])[0]
         ids = token_array("tokens", tokens)
         # Of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's buffer.
         return BlockKeys.of_private(ids, NO_KEYS, extra_array(extra_ids, len(ids)), scope, self.core.states.groups)
@@ -238,41 +215,8 @@ class Prompts:
             )
         tag, root = int(sequence["namespace"]), (int(sequence["root0"]), int(sequence["root1"]))
         name = self.core.names.known[tag]
-        scope = Scope(name.salt, name.adapter_id, (tag, *root), self._origin, publish=not sequence["private"])
+        scope = Scope(name.salt, name.adapter_id, (tag, *root), self._requests.origin, publish=not sequence["private"])
         return tokens, keys[:known], extra if extra.any() else None, scope
-
-    @cached_property
-    def _plain(self) -> Scope:
-        """The scope of most prompts."""
-        return Scope(None, None, self._root(None, None), self._origin)
-
-    def _root(self, salt: bytes | str | None, adapter_id: int | str | None) -> tuple[int, int, int]:
-        """The digest of a namespace that was checked, and the key that its chains begin with."""
-        states = self.core.states
-        return hashing.namespace_root(states.secret, salt, adapter_id, states.namespace_in_key)
-
-    def _keys_of(self, prompt: object) -> BlockKeys:
-        """The keys of a prompt. Raises TypeError, ValueError."""
-        return self._own([self._hashed("prompt", prompt)])[0]
-
-    def _all_keys(self, prompts: list[Any]) -> list[BlockKeys]:
-        """The keys of each prompt of a batch. Raises TypeError, ValueError."""
-        for i, prompt in enumerate(prompts):
-            if type(prompt) is not BlockKeys:
-                prompts[i] = self._hashed(f"prompts[{i}]", prompt)
-        return self._own(prompts)
-
-    def _hashed(self, name: str, prompt: object) -> BlockKeys:
-        if isinstance(prompt, BlockKeys):
-            return prompt
-        tokens = token_array(name, prompt)
-        return BlockKeys.of_private(tokens, NO_KEYS, None, self._plain, self.core.states.groups)
-
-    def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
-        """The same keys, which a pool with this secret and block length has made; else ValueError."""
-        for keys in unproven(prompts, self._origin):
-            keys.prove(self._root(keys.salt, keys.adapter_id), self.core.states.groups)
-        return prompts
 
     # -- what would be reused and needed ---------------------------------------------------------
 
@@ -283,21 +227,7 @@ class Prompts:
         It gets the full blocks in any batch, and the partial tokens unless blocks are short: ``plan_batch`` says what a
         batch gets. Does not change the pool.
         """
-        return self._match(self._keys_of(prompt))
-
-    def _match(self, keys: BlockKeys) -> Match:
-        full, host, partial = self._look_up(request_of(keys))[0][-1, :3].tolist()
-        return Match(full - host, host, partial)
-
-    def _look_up(self, request: Rows) -> tuple[Rows, Int32s]:
-        """What a prompt would reuse now, int64[groups + 1, 6], as ``state.index.match`` returns it; the last row is
-        for all groups. And the blocks of each group, int32[groups, n]."""
-        groups, full = self.core.states.groups, int(request[0, records.R.length]) // self._width
-        out, ids = np.empty((len(groups) + 1, 6), np.int64), np.empty((len(groups), full), np.int32)
-        with self.core.lock, self.core.changes:
-            self.core.check_open()
-            index.match(groups, request, ids, out)
-        return out, ids
+        return self._requests.match(self._requests.keys(prompt))
 
     def blocks_needed(
         self,
@@ -337,13 +267,13 @@ class Prompts:
 
     def _needed(self, prompt: object, new_tokens: object, group: object, encoder_tokens: object) -> int:
         """The free device blocks of a group that a prompt and ``new_tokens`` more tokens take."""
-        keys, config, which = self._keys_of(prompt), self.core.config, self.core.config.group(group)
+        keys, config, which = self._requests.keys(prompt), self.core.config, self.core.config.group(group)
         more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
         crosses = config.groups[which].kind == "cross"
         tokens = len(keys) + more
         if crosses or encoder_tokens is not None:
             tokens = int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0])
-        columns, match = -(-tokens // self._width), self._look_up(request_of(keys))[0][which]
+        columns, match = -(-tokens // self._requests.width), self._requests.look_up(request_of(keys))[0][which]
         if config.groups[which].kind == "recurrent":
             columns = match[3] + requests.fresh_of(self.core.states.groups, which, request_of(keys), match[3], columns)
         return int(columns - match[4])
@@ -359,9 +289,9 @@ class Prompts:
 
         Does not change the pool; thread-safe. Raises ValueError and TypeError for a wrong argument, PoolClosed.
         """
-        core, keys = self.core, self._all_keys(list_argument("prompts", prompts))
-        rows = self._rows(keys, encoder_tokens)
-        refused = self._refused(keys, rows)
+        core, keys = self.core, self._requests.all_keys(list_argument("prompts", prompts))
+        rows = self._requests.rows(keys, encoder_tokens)
+        refused = self._requests.refused(keys, rows)
         kept = [i for i in range(len(keys)) if i not in refused]
         rows, groups = rows[kept], len(core.states)
         out = np.full((groups, len(kept), records.OUTCOME_COLUMNS), records.NONE, np.int64)
@@ -394,8 +324,8 @@ class Prompts:
         """``add_sequence_batch`` for one prompt; returns the sequence id. Salt, adapter and extra ids are given to
         ``block_keys``, whose result is a prompt too."""
         ranges = None if retention is None else [retention]
-        keys = self._hashed("prompt", prompt)
-        arrivals = self._arrivals([keys], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
+        keys = self._requests.hashed("prompt", prompt)
+        arrivals = self._requests.arrivals([keys], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
         return int(self._admit(arrivals, stream)[0][0, records.OUT.id])
 
     @allowed_inside
@@ -425,49 +355,11 @@ class Prompts:
         Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
         can never fit, and ValueError or TypeError for a wrong argument.
         """
-        arrivals = self._arrivals(
+        arrivals = self._requests.arrivals(
             prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens
         )
         on = stream if loads is None else loads_argument(self.core, loads, stream)
         return as_admission(*self._admit(arrivals, on, loads=loads))
-
-    def layer_loads(self, stream: StreamLike = None, *, parts: int = 8) -> LayerLoads:
-        """What an admission brings from the host, in so many parts of the layers: see ``LayerLoads``.
-
-        ``stream``: the engine's. ``parts``: more than there are layers are of no use. Each is a copy of its
-        own, so let it have a megabyte. Thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed.
-        """
-        return LayerLoads(self.core, self.core.as_stream(stream), integer_argument("parts", parts, 1, PARTS_MAX))
-
-    def _arrivals(
-        self,
-        prompts: object,
-        retention: object,
-        decode_priority: object,
-        decode_ttl_ms: object,
-        allow_partial: object,
-        encoder_tokens: object,
-    ) -> Arrivals:
-        """The arguments of ``add_sequence_batch``, checked. Raises TypeError, ValueError."""
-        some = bool_argument("allow_partial_batch", allow_partial)
-        keys = self._all_keys(list_argument("prompts", prompts))
-        rows = self._rows(keys, encoder_tokens)
-        if decode_priority is not records.DEFAULT_PRIORITY or decode_ttl_ms is not None:
-            rows[:, records.R.priority] = priority_argument("decode_priority", decode_priority)
-            rows[:, records.R.ttl] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
-        ranges: list[Rows | None] = []
-        if retention is not None:
-            items = list_argument("retention", retention)
-            ranges += [None if item is None else retention_rows(item) for item in items]
-            if len(ranges) != len(keys):
-                raise ValueError(f"retention: expected {len(keys)}, one for each of the prompts, got {len(ranges)}")
-        for i, row_ranges in enumerate(ranges):
-            if row_ranges is not None:
-                rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(row_ranges), len(row_ranges)
-        for prompt in keys:
-            if prompt.has_extra:
-                self.core.enable_extra()
-        return keys, rows, ranges, some
 
     def _admit(
         self,
@@ -478,7 +370,7 @@ class Prompts:
         """Admit a batch. Returns the outcome rows (see ``state.records``) of the first requests, with the groups
         joined, and which requests of the batch can never fit, and why: their rows have the id -1."""
         core, (keys, rows, _, some) = self.core, arrivals
-        refused = self._refused(keys, rows)
+        refused = self._requests.refused(keys, rows)
         if refused and not some:
             first = next(iter(refused))
             raise ValueError(f"{'prompt' if len(keys) == 1 else f'prompts[{first}]'}: {refused[first]}")
@@ -501,13 +393,6 @@ class Prompts:
         if admitted >= 0:
             self.core.transfer.put_layers(loads)
 
-    def _rows(self, keys: list[BlockKeys], encoder_tokens: object) -> Rows:
-        """The prompts of a batch as jitted code sees them. Raises TypeError, ValueError."""
-        rows, crosses = requests_of(keys), self.core.config.crosses
-        if crosses or encoder_tokens is not None:
-            rows[:, records.R.encoder] = encoder_argument("encoder_tokens", encoder_tokens, len(keys), crosses)
-        return rows
-
     def _joined(self, out: Rows) -> Rows:
         """The outcomes of all groups as one, as ``Admission`` has them."""
         joined = out[int(self.core.tokens.group)].copy()
@@ -519,53 +404,6 @@ class Prompts:
         return joined
 
     # -- what a pool has room for if nothing else lives in it ------------------------------------
-
-    def _refused(self, keys: list[BlockKeys], rows: Rows) -> dict[int, str]:
-        """Which of the requests int64[n, REQUEST] of these prompts can never be admitted, and why.
-
-        With a sliding window, only a part of a cached prefix is needed. So a request may fit because of what is cached
-        now. Raises PoolClosed.
-        """
-        if max(map(len, keys), default=0) <= self._always and not self.core.config.crosses:
-            return {}
-        large = (rows[:, records.R.length] > self._always) | (rows[:, records.R.encoder] > self._encoder_always)
-        reasons = ((i, self._why_never(rows[i : i + 1])) for i in np.flatnonzero(large).tolist())
-        return {i: why for i, why in reasons if why is not None}
-
-    def _why_never(self, row: Rows) -> str | None:
-        columns, encoder = (-(-int(row[0, i]) // self._width) for i in (records.R.length, records.R.encoder))
-        layer_groups, groups = self.core.config.groups, self.core.states.groups
-        fresh = requests.fresh_of
-        needs = [encoder if g.kind == "cross" else int(fresh(groups, g.index, row, 0, columns)) for g in layer_groups]
-        short = [g for g in layer_groups if needs[g.index] > g.device_blocks]
-        # Groups for cross attention or full attention need all of their blocks at once. The others need what the next
-        # token sees.
-        for group in short:
-            if group.kind == "cross" or (group.kind == "attention" and group.window is None):
-                return f"{self._lack(group, needs[group.index])}: it can never fit"
-        if columns > self._columns or encoder > self._columns:
-            what = (
-                f"a prompt of {columns} blocks"
-                if columns > self._columns
-                else f"encoder_tokens={int(row[0, records.R.encoder])}"
-            )
-            return f"{what} passes max_sequence_tokens={self._columns * self._width}: it can never fit"
-        for group in short:
-            out, ids = self._look_up(row)
-            matched = int(out[group.index, 3])
-            held = int(np.count_nonzero(ids[group.index, :matched] != records.NONE))
-            needed = min(needs[group.index], held + int(fresh(groups, group.index, row, matched, columns)))
-            if needed > group.device_blocks:
-                return (
-                    f"{self._lack(group, needed)}: it can never fit as a whole; add its first tokens, commit them, "
-                    "append the others"
-                )
-        return None
-
-    def _lack(self, group: Group, needed: int) -> str:
-        where = f" of group {group.index}" if len(self.core.config.groups) > 1 else ""
-        are = "block{} is" if needed == 1 else "blocks{} are"
-        return f"{needed} device {are.format(where)} needed at once, of {group.device_blocks}"
 
 
 def _spread(outcomes: Rows, kept: list[int], count: int) -> Rows:

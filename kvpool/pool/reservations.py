@@ -22,7 +22,7 @@ from kvpool.pool.config import Group, group_argument
 from kvpool.pool.core import Core
 from kvpool.pool.deadlines import Deadlines
 from kvpool.pool.keys import BlockKeys, request_of
-from kvpool.pool.prompts import Arrivals
+from kvpool.pool.prompt_requests import Arrivals
 from kvpool.state import admit, control, records, verbs
 from kvpool.state.sequences import use
 
@@ -66,7 +66,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadTarget:
-    """Where a store may write a prompt's KV: of a live sequence (``KVCacheManager.load_targets``), or of a
+    """Where a store may write a prompt's KV: of a live sequence (``Imports.load_targets``), or of a
     ``Reservation``.
 
     ``tokens``: how many tokens the prompt has. ``skip_prefix_n_tokens``: how many of them the pool has already. Do not
@@ -385,7 +385,7 @@ class Reservations:
         self.core.decide(stream, verb, which, counts, now_ms, ids=which, first=check, finish=close)
 
 
-class Imports:
+class ImportWriter:
     """Stores blocks in the host tier. One import runs at a time. The memory stays while an import writes to it.
     Thread-safe."""
 

@@ -214,7 +214,7 @@ class BlockClient(Closing):
 
         Requests the blocks after the cached prefix, up to the first block that the server does not have. With a window,
         with recurrent layers or with several groups, it first asks which blocks the server has. Then it requests those
-        that the longest prefix of all groups needs: see ``KVCacheManager.missing_blocks``.
+        that the longest prefix of all groups needs: see ``CachedContent.missing_blocks``.
 
         Parameters
         ----------
@@ -231,7 +231,7 @@ class BlockClient(Closing):
         Raises
         ------
         RemoteError, RemoteTimeout
-            Their ``blocks`` entered before the error. Also what ``KVCacheManager.import_blocks`` raises.
+            Their ``blocks`` entered before the error. Also what ``Imports.import_blocks`` raises.
 
         Notes
         -----
@@ -268,7 +268,7 @@ class BlockClient(Closing):
             return [(groups[0].index, np.arange(first, last))]
         on_server = np.zeros((len(self._sizes), full), np.bool_)
         on_server[:, :last] = find(self._connected(), keys.keys[:last].tobytes(), len(self._sizes))
-        lacking = self._cache.missing_blocks(keys, on_server).blocks
+        lacking = self._cache.content.missing_blocks(keys, on_server).blocks
         return [(group.index, lacking[group.index]) for group in groups if len(lacking[group.index])]
 
     def _import(self, keys: BlockKeys, group: int, places: Int64s, blocks: list[Buffer | None], priority: int) -> int:
@@ -277,7 +277,9 @@ class BlockClient(Closing):
         entered = begin = 0
         for run in neighbours(places):
             run_blocks = blocks[begin : begin + len(run)]
-            entered += self._cache.import_blocks(keys, run_blocks, first=int(run[0]), priority=priority, group=group)
+            entered += self._cache.imports.import_blocks(
+                keys, run_blocks, first=int(run[0]), priority=priority, group=group
+            )
             begin += len(run)
         return entered
 

@@ -447,7 +447,7 @@ class _HostTier:
 
     def _of_pool(self, id: int, keys: Uint64s) -> Bools:
         try:
-            return self._cache.cached_blocks(keys, tier="host")
+            return self._cache.content.cached_blocks(keys, tier="host")
         except PoolClosed as error:
             raise Refused(id, "closed", str(error)) from None
 

@@ -194,7 +194,7 @@ class PoolAdapter:
         if not contents:
             return []
         groups = [content.group for content in contents]
-        return self._pool.cached_blocks(_keys(contents), tier=tier)[groups, np.arange(len(contents))].tolist()
+        return self._pool.content.cached_blocks(_keys(contents), tier=tier)[groups, np.arange(len(contents))].tolist()
 
     # -- prompts -------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class PoolAdapter:
             if prompt is None:
                 break
             data = [worker.memory[row][: group.block_bytes] for row in run.values()]
-            stored = self._pool.import_blocks(prompt, data, first=first.place, group=group.index)
+            stored = self._pool.imports.import_blocks(prompt, data, first=first.place, group=group.index)
             self.loaded_blocks += stored
             self.loaded_bytes += stored * group.block_bytes
             imported = [True] * stored if stored == len(run) else self.here(list(run))
@@ -282,7 +282,7 @@ class PoolAdapter:
         try:
             on_host = np.array(self.here(contents, "host"))
             if not on_host.all():
-                pool.offload(keys[~on_host])
+                pool.content.offload(keys[~on_host])
             places, lease = pin_those_here(len(keys), pin, lambda: self.here(contents, "host"))
             if lease is not None:
                 blocks = lease.blocks - group.first_host_block

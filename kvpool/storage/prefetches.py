@@ -217,7 +217,7 @@ class Prefetches:
 
     def _wanted(self, fetch: _Fetch, stored: Bools) -> list[Content]:
         """What to load of what is there, in the order of the prompt."""
-        lacking = self._pool.missing_blocks(fetch.handle.prompt, stored)
+        lacking = self._pool.content.missing_blocks(fetch.handle.prompt, stored)
         chosen = [fetch.chains[group][i] for group, places in enumerate(lacking.blocks) for i in places.tolist()]
         return sorted(chosen, key=lambda content: (content.place, content.group))
 

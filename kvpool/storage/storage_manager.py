@@ -299,10 +299,12 @@ class StorageManager(Closing):
         stored[:, last:] = False
         if not keys.reuse or not stored.any():
             return match
-        return match._replace(store_tokens=max(0, self._pool.missing_blocks(keys, stored).tokens - match.full_tokens))
+        return match._replace(
+            store_tokens=max(0, self._pool.content.missing_blocks(keys, stored).tokens - match.full_tokens)
+        )
 
     def explain(self, prompt: Prompt) -> Explanation:
-        """Return what ``KVCacheManager.explain`` returns, with what is known of the stores.
+        """Return what ``CachedContent.explain`` returns, with what is known of the stores.
 
         Parameters
         ----------
@@ -331,7 +333,7 @@ class StorageManager(Closing):
                 trouble += [(worker.name, what) for what in dict.fromkeys(said) if what]
             return tuple(stores), tuple(trouble)
 
-        return self._pool.explain(keys).with_stores(self._pool.tokens_per_block, of_stores)
+        return self._pool.content.explain(keys).with_stores(self._pool.tokens_per_block, of_stores)
 
     def _keys(self, prompt: Prompt) -> BlockKeys:
         return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
@@ -359,7 +361,7 @@ class StorageManager(Closing):
     # -- for operators -------------------------------------------------------------------------------
 
     def forget(self, prompt: Prompt | Keys | None = None, *, namespace: Namespace | None = None) -> Forgotten:
-        """Do what ``KVCacheManager.forget`` does, and drop the same content from every store.
+        """Do what ``CachedContent.forget`` does, and drop the same content from every store.
 
         From the moment it returns, nobody finds this content in a store and no prefetch loads it, until it was computed
         again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the storage manager's thread, and
@@ -368,9 +370,9 @@ class StorageManager(Closing):
         Parameters
         ----------
         prompt : BlockKeys, sequence of int, or keys, optional
-            As for ``KVCacheManager.forget``.
+            As for ``CachedContent.forget``.
         namespace : (salt, adapter_id), optional
-            As for ``KVCacheManager.forget``, instead of ``prompt``. All stores must be able to drop it, which a
+            As for ``CachedContent.forget``, instead of ``prompt``. All stores must be able to drop it, which a
             ``MooncakeStore`` is not.
 
         Returns
@@ -612,12 +614,12 @@ class StorageManager(Closing):
         for worker in self._workers:
             worker.check_forget(len(contents))
         named, names = set(contents), self._adapter.names(contents, with_contexts=False)
-        count = self._pool.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
+        count = self._pool.content.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
         return self._forgotten(count, named.__contains__, lambda worker: worker.forget(names))
 
     def _forget_namespace(self, namespace: Namespace) -> Forgotten:
         self._check_clears(TAG_BYTES, "drop a namespace")
-        count, name = self._pool.forget(namespace=namespace), namespace_bytes(namespace)
+        count, name = self._pool.content.forget(namespace=namespace), namespace_bytes(namespace)
         return self._forgotten(
             count,
             lambda content: content.whose == namespace,

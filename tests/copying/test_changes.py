@@ -199,7 +199,7 @@ def test_a_pool_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_c
         lambda: cache.pin(desk.known.keys),
         lambda: cache.match_prefix([1]),
         lambda: cache.block_table([desk.sequence]),
-        lambda: cache.prefetch(desk.known),
+        lambda: cache.content.prefetch(desk.known),
         lambda: cache.memory.export("host"),
         desk.lease.close,
         desk.reservation.abort,
@@ -222,7 +222,7 @@ def test_a_refusal_tears_no_pool() -> None:
         lambda: desk.cache.commit(desk.sequence, 1000),
         lambda: desk.cache.pin([bytes(16)]),
         lambda: desk.cache.release(12345),
-        lambda: desk.cache.reservations[0].commit(10**6),
+        lambda: desk.cache.imports.reservations[0].commit(10**6),
     ):
         with pytest.raises(Exception):  # noqa: B017
             call()

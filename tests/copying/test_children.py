@@ -63,7 +63,7 @@ LOCKS: dict[str, Callable[[KVCacheManager], Any]] = {
     "state": lambda cache: cache.core.lock,
     "transfer": lambda cache: cache.core.transfer.lock,
     "staging": lambda cache: cache._staging._lock,
-    "import": lambda cache: cache._imports._one,
+    "import": lambda cache: cache._writer._one,
 }
 
 
@@ -75,7 +75,7 @@ def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheM
         refuses(
             lambda: cache.add_sequence([*range(5)]),
             lambda: cache.match_prefix([*range(8)]),
-            lambda: cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)]),
+            lambda: cache.imports.import_blocks(prompt, [bytes(cache.layout.block_bytes)]),
             lambda: cache.tables.copy_batch_block_offsets(np.zeros((1, 8), np.int32), [sequence]),
             lambda: cache.exclusive().__enter__(),
             cache.stats,
@@ -128,9 +128,11 @@ def test_a_pool_in_shared_memory_refuses_a_child_and_keeps_its_parent() -> None:
     with KVCacheManager(small_layout(T), device_blocks=8, host_blocks=8, device="cpu", shared=True) as cache:
         sequence = cache.add_sequence([*range(9)])
         cache.commit(sequence)
-        in_child(lambda: refuses(lambda: cache.offload([*range(9)]), cache.stats, lambda: cache.close(force=True)))
+        in_child(
+            lambda: refuses(lambda: cache.content.offload([*range(9)]), cache.stats, lambda: cache.close(force=True))
+        )
         cache.release(sequence)
-        assert cache.offload([*range(9)]) == 2
+        assert cache.content.offload([*range(9)]) == 2
 
 
 def test_what_a_child_maps_is_not_where_its_parent_has_shared_memory() -> None:

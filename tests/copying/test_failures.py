@@ -141,13 +141,13 @@ def test_a_device_that_is_gone_closes_the_pool(make_rig: Callable[..., Rig], nam
         lambda: cache.cached_tokens(0),
         lambda: cache.sequence_length(0),
         lambda: cache.committed_tokens(0),
-        lambda: cache.prefetch([1]),
-        lambda: cache.offload([1]),
+        lambda: cache.content.prefetch([1]),
+        lambda: cache.content.offload([1]),
         lambda: cache.pin([bytes(16)]),
         lambda: cache.find_and_pin_host(bytes(16)),
         lambda: cache.pin_blocks(0),
         lambda: cache.revoke(""),
-        cache.refresh,
+        cache.content.refresh,
         cache.events,
         cache.reset,
     ):
@@ -193,9 +193,9 @@ def act_at_random(rig: Rig, rng: random.Random) -> None:
         rig.cache.rewind(sequence.id, count)
         rewound_or_failed(rig, sequence, count)
     elif verb == 4:
-        rig.cache.prefetch(prompt)
+        rig.cache.content.prefetch(prompt)
     elif verb == 5:
-        rig.cache.offload(prompt)
+        rig.cache.content.offload(prompt)
     else:
         rig.release(rig.commit(sequence), store=verb == 6 or rng.random() < 0.7)
 
@@ -245,7 +245,7 @@ def test_what_builds_on_a_block_that_never_came_is_lost_too(make_rig: Callable[.
     """The second decision sees the first one's target as cached on the device; nothing of it may survive."""
     rig = make_rig(6, 6)
     on_host_only(rig, 0, 8)
-    new = in_flight(rig, lambda: rig.cache.prefetch(list(range(8))), lambda: rig.cache.add_sequence(prompt))
+    new = in_flight(rig, lambda: rig.cache.content.prefetch(list(range(8))), lambda: rig.cache.add_sequence(prompt))
     assert rig.arrived(new, prompt) is None, "it rests on bytes that never came"
     assert rig.lost == (2 if prompt == [0, 1, 2, 60] else 1)
     rig.check_everything()
@@ -259,10 +259,14 @@ def test_a_reader_gets_no_lease_of_bytes_that_never_came(make_rig: Callable[...,
     key = rig.prompt(range(4)).keys[0]
     if tier == "device":
         on_host_only(rig, 0, 4)
-        got = in_flight(rig, lambda: rig.cache.prefetch(list(range(4))), lambda: rig.cache.pin([key], tier="device"))
+        got = in_flight(
+            rig, lambda: rig.cache.content.prefetch(list(range(4))), lambda: rig.cache.pin([key], tier="device")
+        )
     else:
         rig.seed(range(4), committed=4)
-        got = in_flight(rig, lambda: rig.cache.offload(list(range(4))), lambda: rig.cache.find_and_pin_host(key))
+        got = in_flight(
+            rig, lambda: rig.cache.content.offload(list(range(4))), lambda: rig.cache.find_and_pin_host(key)
+        )
     rig.check_everything()
     assert got is None or isinstance(got, BlockNotFound)
     assert rig.cache.leases == []
@@ -287,7 +291,7 @@ def test_the_next_call_enqueues_what_an_interrupt_has_left(
             with pytest.raises(KeyboardInterrupt):
                 act(rig)
             rig.device.before = None
-            rig.cache.refresh(0)
+            rig.cache.content.refresh(0)
         else:
             act(rig)
         admitted = [new for new in rig.cache.sequences if new not in before]
@@ -333,9 +337,9 @@ def test_an_exit_raised_by_the_device_does_not_copy_a_batch_twice(make_rig: Call
 
     rig.device.before = leave
     with pytest.raises(SystemExit):
-        rig.cache.prefetch(list(range(8)))
+        rig.cache.content.prefetch(list(range(8)))
     with suppress(PoolClosed):
-        rig.cache.prefetch([1])
+        rig.cache.content.prefetch([1])
     rig.check_everything(closed=True)
 
 

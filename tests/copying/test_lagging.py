@@ -71,7 +71,7 @@ def wait_for_thread(cache: KVCacheManager) -> None:
 def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
     cache, device = made
     device.may.clear()
-    assert cache.prefetch(PROMPT) == BLOCKS
+    assert cache.content.prefetch(PROMPT) == BLOCKS
     assert not device.calls
     device.may.set()
     wait_for_thread(cache)
@@ -87,7 +87,7 @@ def test_a_call_that_follows_has_everything_enqueued_when_it_returns(made: Any, 
     cache, device = made
     running = cache.add_sequence([5])
     cache.core.transfer.start = lambda call: None  # the thread never comes
-    assert cache.prefetch(PROMPT) == BLOCKS
+    assert cache.content.prefetch(PROMPT) == BLOCKS
     calls: dict[str, Callable[[], Any]] = {
         "add": lambda: cache.release(cache.add_sequence(PROMPT)),
         "pin": lambda: cache.pin(cache.block_keys(PROMPT).keys, tier="device").close(),
@@ -112,7 +112,7 @@ def test_the_lock_is_free_between_the_parts_of_a_large_batch(made: Any) -> None:
 def test_a_copy_that_is_refused_after_the_call_raises_at_the_next_one_that_names_it(made: Any) -> None:
     cache, device = made
     cache.core.transfer.start = lambda call: None
-    cache.prefetch(PROMPT)
+    cache.content.prefetch(PROMPT)
     device.refused = 4
     sequence = cache.add_sequence(PROMPT)  # names none of its own yet; its hits include what is refused now
     device.refused = -1
@@ -148,12 +148,12 @@ def test_one_thread_serves_all_decisions_and_ends_with_the_pool(made: Any) -> No
     worker = cache.core.transfer._worker
     assert not worker.running, "none where nothing has lagged"
     for _ in range(3):
-        assert cache.prefetch(PROMPT) == BLOCKS
+        assert cache.content.prefetch(PROMPT) == BLOCKS
         wait_for_thread(cache)
         cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
     assert worker.running and len({caller for _, caller in device.calls} - {threading.get_ident()}) == 1
     device.may.clear()
-    assert cache.prefetch(PROMPT) == BLOCKS
+    assert cache.content.prefetch(PROMPT) == BLOCKS
     closer = threading.Thread(target=cache.close)
     closer.start()
     device.may.set()
@@ -176,13 +176,13 @@ def test_the_thread_of_a_pool_that_nobody_closed_ends_with_it() -> None:
 
 def test_a_child_enqueues_itself_what_the_thread_of_its_parent_would(made: Any) -> None:
     cache, device = made
-    cache.prefetch(PROMPT)
+    cache.content.prefetch(PROMPT)
     wait_for_thread(cache)
     cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
 
     def child() -> None:
         device.calls.clear()
-        assert cache.prefetch(PROMPT) == BLOCKS
+        assert cache.content.prefetch(PROMPT) == BLOCKS
         cache.release(cache.add_sequence(PROMPT))
         assert sum(moves for moves, _ in device.calls) == BLOCKS
         cache.close()
@@ -197,7 +197,7 @@ def test_without_a_thread_the_caller_enqueues(made: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     cache.core.transfer.start = none
-    cache.prefetch(PROMPT)
+    cache.content.prefetch(PROMPT)
     assert {thread for _, thread in device.calls} == {threading.get_ident()}
 
 
@@ -214,7 +214,7 @@ def test_threads_that_lag_and_threads_that_admit_agree(seed: int) -> None:
             for _ in range(40):
                 prompt = prompts[int(random.integers(len(prompts)))]
                 if random.random() < 0.5:
-                    (cache.prefetch if random.random() < 0.5 else cache.offload)(prompt)
+                    (cache.content.prefetch if random.random() < 0.5 else cache.content.offload)(prompt)
                     continue
                 sequence = cache.add_sequence(prompt, stream=sim_streams[number])
                 rows = [(int(block), 0, 1) for block in cache.block_table(sequence).dense()[0] if block >= 0]

@@ -66,7 +66,7 @@ def first_token(parts: int | None) -> float:
         device.block_bytes = layout.block_bytes
         device.seconds_per_byte = 1.0 / (BLOCKS * layout.block_bytes)
         stream = device.create_stream("engine")
-        loads = None if parts is None else cache.layer_loads(stream, parts=parts)
+        loads = None if parts is None else cache.imports.layer_loads(stream, parts=parts)
         admitted = cache.add_sequence_batch([PROMPT], **({"stream": stream} if loads is None else {"loads": loads}))
         assert admitted.host_tokens.tolist() == [BLOCKS * WIDTH]
         for layer in range(LAYERS):
@@ -93,7 +93,7 @@ def test_a_layer_that_is_read_before_its_event_is_a_race(parts: int, waits: bool
     for seed in range(3):
         lab = Lab(3, 2, seed=seed)
         on_the_host(lab)
-        loads = lab.cache.layer_loads(lab.a, parts=parts)
+        loads = lab.cache.imports.layer_loads(lab.a, parts=parts)
         admitted = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads)
         assert admitted.host_tokens.tolist() == [2]
         for layer in range(2):
@@ -108,7 +108,7 @@ def test_a_layer_that_is_read_before_its_event_is_a_race(parts: int, waits: bool
 def test_only_the_layers_that_have_come_may_be_read() -> None:
     lab = Lab(3, 2)
     on_the_host(lab)
-    loads = lab.cache.layer_loads(lab.a, parts=2)
+    loads = lab.cache.imports.layer_loads(lab.a, parts=2)
     ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads).ids
     loads.wait(0)
     lab.read_layers(int(ids[0]), X[:2], [0])
@@ -123,7 +123,7 @@ def test_only_the_layers_that_have_come_may_be_read() -> None:
 def test_who_comes_after_an_engine_that_waited_for_no_layer_waits_for_all(then: str) -> None:
     lab = Lab(3, 2)
     on_the_host(lab)
-    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=lab.cache.layer_loads(lab.a, parts=2)).ids
+    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=lab.cache.imports.layer_loads(lab.a, parts=2)).ids
     if then == "commit":
         lab.cache.commit(ids)
         lab.cache.block_table(ids, lab.b)
@@ -142,7 +142,7 @@ def test_who_comes_after_an_engine_that_waited_for_no_layer_waits_for_all(then: 
 def test_a_refused_part_is_copied_again_as_a_whole_and_what_is_refused_then_is_lost(place: int) -> None:
     lab, device = failing_lab(3, 2)
     on_the_host(lab)
-    loads = lab.cache.layer_loads(lab.a, parts=2)
+    loads = lab.cache.imports.layer_loads(lab.a, parts=2)
     device.place = place  # of the moves: a part each, then (after a refusal) the whole
     ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads).ids
     refused, device.place = device.place < 0, None
@@ -159,7 +159,7 @@ def test_a_load_that_is_refused_twice_raises_at_the_next_call_that_names_it() ->
     lab, device = failing_lab(3, 2)
     on_the_host(lab)
     device.fail_at = lambda call, index, move: True
-    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=lab.cache.layer_loads(lab.a, parts=2)).ids
+    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=lab.cache.imports.layer_loads(lab.a, parts=2)).ids
     device.fail_at = ()
     assert lab.cache.stats().lost_blocks == 1
     with pytest.raises(DeviceError, match="lost a block"):
@@ -176,7 +176,7 @@ def test_all_groups_of_layers_come_in_parts_of_their_own() -> None:
         cache.commit(sequence)
         cache.release(sequence)
         cache.release(cache.add_sequence(Y), store=False)
-        loads = cache.layer_loads(parts=3)
+        loads = cache.imports.layer_loads(parts=3)
         admitted = cache.add_sequence_batch([X], loads=loads)
         assert admitted.host_tokens.tolist() == [2]
         for group, layers in ((0, 3), (1, 2)):
@@ -201,7 +201,7 @@ def test_an_admission_of_nothing_leaves_its_loads_to_no_later_one(prompts: list[
     lab = Lab(3, 2)
     on_the_host(lab)
     held = lab.cache.add_sequence_batch([[500]], stream=lab.b).ids
-    loads = lab.cache.layer_loads(lab.a, parts=2)
+    loads = lab.cache.imports.layer_loads(lab.a, parts=2)
     assert not len(lab.cache.add_sequence_batch(prompts, loads=loads, allow_partial_batch=True).ids)
     ids = lab.cache.add_sequence_batch([X[:3]], stream=lab.a).ids
     lab.read_layers(int(ids[0]), X[:2], [0, 1])
@@ -215,12 +215,12 @@ def test_wrong_arguments_are_named_and_nothing_is_admitted() -> None:
     with caches[0] as cache, caches[1] as other:
         for wrong, error in ((0, ValueError), ("2", TypeError), (True, TypeError)):
             with pytest.raises(error, match="parts"):
-                cache.layer_loads(parts=wrong)
+                cache.imports.layer_loads(parts=wrong)
         loads: Any
-        for loads, stream in ((other.layer_loads(), None), (cache.layer_loads(), 0), (8, None)):
+        for loads, stream in ((other.imports.layer_loads(), None), (cache.imports.layer_loads(), 0), (8, None)):
             with pytest.raises((TypeError, ValueError), match="loads"):
                 cache.add_sequence_batch([X], loads=loads, stream=stream)
-        loads = cache.layer_loads()
+        loads = cache.imports.layer_loads()
         for layer in (-1, 2):
             with pytest.raises(ValueError, match="layer: .*"):
                 loads.wait(layer)
@@ -231,4 +231,4 @@ def test_wrong_arguments_are_named_and_nothing_is_admitted() -> None:
     with pytest.raises(PoolClosed):
         loads.wait(0)
     with pytest.raises(PoolClosed):
-        cache.layer_loads()
+        cache.imports.layer_loads()

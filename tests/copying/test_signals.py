@@ -75,8 +75,8 @@ def resume(desk: Desk) -> Act:
 def asking(desk: Desk) -> Act:
     def act() -> None:
         cache = desk.cache
-        cache.cached_blocks(desk.known)
-        cache.missing_blocks(desk.known, np.ones((1, 2), bool))
+        cache.content.cached_blocks(desk.known)
+        cache.content.missing_blocks(desk.known, np.ones((1, 2), bool))
         cache.keys_of([desk.sequence])
         cache.request_stats([desk.sequence])
         assert cache.free_blocks and cache.sequences
@@ -104,7 +104,7 @@ ALL = VERBS | {
     "plan": lambda desk: lambda: desk.cache.plan_batch([desk.known, desk.fresh, desk.extra]),
     "swap_out": lambda desk: lambda: desk.cache.swap_out([desk.drafted]),
     "resume": resume,
-    "set_priority": lambda desk: lambda: desk.cache.set_priority(desk.known, 80, ttl_ms=1000),
+    "set_priority": lambda desk: lambda: desk.cache.content.set_priority(desk.known, 80, ttl_ms=1000),
     "step_tables": lambda desk: lambda: desk.cache.tables.step_tables(desk.both, stream=3),
     "asking": asking,
 }

@@ -167,7 +167,7 @@ def test_eight_threads_that_pin_and_unpin_leave_no_pin() -> None:
         sequence = cache.add_sequence(prompt)
         cache.commit(sequence)
         cache.release(sequence)
-        assert cache.offload(prompt) == 2
+        assert cache.content.offload(prompt) == 2
 
         def pin() -> None:
             for _ in range(500):
@@ -309,11 +309,11 @@ class Worker:
         return len(chosen)
 
     def prefetch(self) -> int:
-        self.cache.prefetch(self.prompt()[1])
+        self.cache.content.prefetch(self.prompt()[1])
         return 1
 
     def offload(self) -> int:
-        self.cache.offload(self.prompt()[1])
+        self.cache.content.offload(self.prompt()[1])
         return 1
 
     def pin(self) -> int:

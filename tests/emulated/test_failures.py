@@ -63,7 +63,7 @@ def serve(made: EmulatedLab, table: np.ndarray) -> None:
         made.cache.tables.copy_batch_block_offsets(table, sequence.id)
         made.commit(sequence)
         made.release(sequence)
-    made.cache.prefetch([11, 12, 13, 14, 15])
+    made.cache.content.prefetch([11, 12, 13, 14, 15])
     made.release(made.add([11, 12, 13, 9], stream=made.b))
 
 

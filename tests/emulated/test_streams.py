@@ -56,7 +56,7 @@ def test_a_stream_that_cannot_be_used_is_refused_and_nothing_is_changed(driver: 
                 lambda: cache.add_sequence([1, 2, 3], stream=bad),
                 lambda: cache.append_tokens(sequence, [5], stream=bad),
                 lambda: cache.commit(sequence, stream=bad),
-                lambda: cache.reserve([9] * 8, stream=bad),
+                lambda: cache.imports.reserve([9] * 8, stream=bad),
                 lambda: cache.pin(cache.block_keys([7] * 8).keys, stream=bad),
                 lambda: cache.release(sequence, stream=bad),
             )

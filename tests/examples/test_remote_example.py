@@ -54,7 +54,7 @@ def test_wrong_values_are_noticed(load: Callable[[str], ModuleType], capsys: pyt
         for number in range(example.PROMPTS):
             keys = cache.block_keys(example.prompt_of(number))
             blocks = np.zeros((len(keys.keys), example.LAYOUT.block_bytes), np.uint8)
-            cache.import_blocks(keys, list(blocks))
+            cache.imports.import_blocks(keys, list(blocks))
         with BlockServer(cache) as server:
             assert example.read(server.endpoint, SECRET, 20) == 1
     assert " 0 values wrong" not in capsys.readouterr().out

@@ -294,17 +294,17 @@ class Driver:
 
     def prefetch(self) -> None:
         prompt = self.known()
-        self.call("prefetch", lambda: self.cache.prefetch(prompt))
+        self.call("prefetch", lambda: self.cache.content.prefetch(prompt))
 
     def offload(self) -> None:
         prompt = self.known()
-        self.call("offload prompt", lambda: self.cache.offload(prompt))
+        self.call("offload prompt", lambda: self.cache.content.offload(prompt))
 
     def pin(self) -> None:
         prompt, tier = self.known(), self.random.choice((None, "device", "host"))
         keys = prompt.keys
         if self.random.random() < 0.9:
-            keys = keys[self.cache.cached_blocks(keys, tier=tier).all(axis=0)]
+            keys = keys[self.cache.content.cached_blocks(keys, tier=tier).all(axis=0)]
         keys = keys[: self.random.randint(1, 3)]
         if len(keys) and len(self.leases) < 3:
             pin = self.call("pin", lambda: self.cache.pin(keys, tier=tier), lambda lease: lease.blocks)
@@ -321,7 +321,9 @@ class Driver:
             encoder_tokens = self.encoder(1)
             reservation = self.call(
                 "reserve",
-                lambda: self.cache.reserve(prompt, encoder_tokens=encoder_tokens[0] if encoder_tokens else None),
+                lambda: self.cache.imports.reserve(
+                    prompt, encoder_tokens=encoder_tokens[0] if encoder_tokens else None
+                ),
                 lambda reservation: [
                     reservation.id,
                     reservation.tokens,
@@ -346,30 +348,32 @@ class Driver:
             blocks = [bytes(group.block_bytes)] * min(len(prompt) // T, 6)
             self.call(
                 "import",
-                lambda g=group.index, group_blocks=blocks: self.cache.import_blocks(prompt, group_blocks, group=g),
+                lambda g=group.index, group_blocks=blocks: self.cache.imports.import_blocks(
+                    prompt, group_blocks, group=g
+                ),
             )
 
     def forget(self) -> None:
         prompt = self.known()
         if self.random.random() < 0.8:
-            self.call("forget", lambda: self.cache.forget(prompt))
+            self.call("forget", lambda: self.cache.content.forget(prompt))
         else:
-            self.call("forget", lambda: self.cache.forget(namespace=("tenant-a", None)))
+            self.call("forget", lambda: self.cache.content.forget(namespace=("tenant-a", None)))
 
     def set_priority(self) -> None:
         """With a time to live of one block in a group: else several would expire at the same moment."""
         prompt, priority = self.known(), self.random.choice((0, 29, 50, 80))
-        keys = prompt.keys[self.cache.cached_blocks(prompt).any(axis=0)]
+        keys = prompt.keys[self.cache.content.cached_blocks(prompt).any(axis=0)]
         chosen, ttl = self.random.choice(((keys, None), (keys[:1], self.random.randrange(1, 9 * STEP_MS))))
         if len(keys):
-            self.call("set_priority", lambda: self.cache.set_priority(chosen, priority, ttl_ms=ttl))
+            self.call("set_priority", lambda: self.cache.content.set_priority(chosen, priority, ttl_ms=ttl))
 
     def look(self) -> None:
         prompt, ids, encoder = self.known(), self.some(), self.encoder(1)
         self.call("match", lambda: self.cache.match_prefix(prompt))
-        self.call("cached", lambda: self.cache.cached_blocks(prompt))
+        self.call("cached", lambda: self.cache.content.cached_blocks(prompt))
         there = np.ones((len(self.cache.groups), len(prompt) // T), np.bool_)
-        self.call("lacking", lambda: self.cache.missing_blocks(prompt, there))
+        self.call("lacking", lambda: self.cache.content.missing_blocks(prompt, there))
         for group in self.cache.groups:
             encoder_tokens = encoder[0] if encoder and group.kind == "cross" else None
             self.call(
@@ -380,4 +384,4 @@ class Driver:
 
     def pass_time(self) -> None:
         self.clock.now += self.random.randint(1, 9) * STEP_MS
-        self.call("refresh", self.cache.refresh)
+        self.call("refresh", self.cache.content.refresh)

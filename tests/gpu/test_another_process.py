@@ -76,7 +76,7 @@ def test_a_loader_in_another_process_fills_a_reservation_while_this_one_serves(w
         brought = wanted.copy()
         brought[:, :, :PREFIX] = 0xFFFF  # what must not arrive
         loader = spawn(load)
-        with cache.reserve(tokens, owner="another process") as reservation:
+        with cache.imports.reserve(tokens, owner="another process") as reservation:
             assert reservation.skip_prefix_n_tokens == PREFIX
             loader.send((cache.memory.share(), slots_of(reservation.blocks, PROMPT), brought, PREFIX))
             assert loader.recv() == "attached"

@@ -98,7 +98,7 @@ def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy:
         def work() -> None:
             try:
                 serve(cache, other, 10**6, 10)
-                cache.prefetch(list(range(10**6, 10**6 + 16)))
+                cache.content.prefetch(list(range(10**6, 10**6 + 16)))
             except BaseException as error:
                 errors.append(error)
 

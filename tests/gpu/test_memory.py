@@ -160,7 +160,7 @@ def test_the_device_tier_lies_in_memory_of_the_caller(cupy: Any, as_function: bo
         seq = cache.add_sequence(list(range(16)))
         cache.commit(seq)
         cache.release(seq)
-        assert cache.offload(list(range(16))) == 4
+        assert cache.content.offload(list(range(16))) == 4
         cache.core.device.synchronize()
         with cache.pin(cache.block_keys(list(range(16))).keys, tier="host") as lease:
             assert (cache.memory.host_pool[lease.blocks - cache.device_blocks] == 4).all()

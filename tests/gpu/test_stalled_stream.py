@@ -72,7 +72,7 @@ def test_a_block_is_not_onboarded_into_before_the_engine_is_done_with_it(
         held = cache.add_sequence([9, 10, 11], stream=engine)
         write(machine, cache, held, 3, engine)
         cache.release(held, store=False, stream=engine)
-        assert cache.prefetch([1, 2, 3, 4, 99]) == 1
+        assert cache.content.prefetch([1, 2, 3, 4, 99]) == 1
         if not guarded:
             cache.core.device.synchronize(cache.core.device.record(cache.core.transfer.order._streams[1]))  # type: ignore[union-attr]
         go()

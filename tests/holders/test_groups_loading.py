@@ -31,7 +31,7 @@ def test_a_loader_fills_every_group_and_the_next_request_reuses_all_of_it(make: 
     if cached:
         engine.seed(A[:cached])
     before = engine.free()
-    with engine.cache.reserve(A[:22], stream=engine.b) as reservation:
+    with engine.cache.imports.reserve(A[:22], stream=engine.b) as reservation:
         assert (reservation.tokens, reservation.skip_prefix_n_tokens) == (22, cached)
         engine.load(reservation, A, engine.b)
         reservation.commit()
@@ -43,7 +43,7 @@ def test_a_loader_fills_every_group_and_the_next_request_reuses_all_of_it(make: 
 def test_the_slots_of_a_group_are_those_of_its_own_blocks(make: Make) -> None:
     engine = make([12, 9])
     engine.seed(A[:16])
-    reservation = engine.cache.reserve(A[:22])
+    reservation = engine.cache.imports.reserve(A[:22])
     for g in (0, 1):
         table = engine.cache.core.tables[g][reservation.id & 0xFFFFFFFF, :6].tolist()
         slots, blocks = reservation.slot_mapping_of(g), reservation.blocks_of(g)
@@ -58,7 +58,7 @@ def test_the_slots_of_a_group_are_those_of_its_own_blocks(make: Make) -> None:
 
 def test_the_copy_of_a_store_goes_where_the_slots_of_each_part_say(make: Make) -> None:
     engine = make([8, 8])
-    with engine.cache.reserve(A[:14]) as reservation:
+    with engine.cache.imports.reserve(A[:14]) as reservation:
         for group in engine.cache.groups:
             for part, layout in enumerate(group.layouts):
                 tokens = np.stack(engine.bytes_of(group.index, part, A[:14]))  # tokens, layers, planes, heads, bytes
@@ -72,7 +72,7 @@ def test_the_copy_of_a_store_goes_where_the_slots_of_each_part_say(make: Make) -
 @pytest.mark.parametrize("filled", [4, 8, 9, 11, 12, 21])
 def test_what_a_part_of_a_load_publishes_every_group_has(make: Make, filled: int) -> None:
     engine = make([12, 12])
-    with engine.cache.reserve(A[:22]) as reservation:
+    with engine.cache.imports.reserve(A[:22]) as reservation:
         engine.load(reservation, A)
         reservation.commit(filled)
     assert engine.reusable(A[:23]) == filled
@@ -84,7 +84,7 @@ def test_what_is_not_committed_goes_back_in_every_group(make: Make, end: str) ->
     engine = make([12, 12], [4, 4])
     engine.seed(A[:16])
     orders, cached = engine.orders(), engine.cached()
-    with engine.cache.reserve(A[:22], owner="gone") as reservation:
+    with engine.cache.imports.reserve(A[:22], owner="gone") as reservation:
         engine.load(reservation, A)
         assert engine.free() == [6, 8] and engine.cached() == cached
         if end == "abort":
@@ -106,12 +106,12 @@ def test_a_reservation_that_one_group_has_no_room_for_takes_nothing(make: Make) 
     engine.add([7000])
     orders = engine.orders()
     with pytest.raises(OutOfBlocks):
-        engine.cache.reserve(A[:18])
+        engine.cache.imports.reserve(A[:18])
     with pytest.raises(
         ValueError, match="prompt: 6 device blocks of group 1 are needed at once, of 5: it can never fit"
     ):
-        engine.cache.reserve(A[:22])
-    assert engine.orders() == orders and engine.cache.reservations == []
+        engine.cache.imports.reserve(A[:22])
+    assert engine.orders() == orders and engine.cache.imports.reservations == []
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -123,10 +123,10 @@ def test_a_reservation_that_lost_a_copy_in_one_group_can_only_be_aborted(make: M
 
     engine = make([6, 6], [8, 8], device=FaultyDevice(CpuDevice(), fails))
     engine.seed(A[:8])
-    engine.cache.offload(engine.cache.block_keys(A[:8]))
+    engine.cache.content.offload(engine.cache.block_keys(A[:8]))
     engine.release(engine.add(range(24)), store=False)
     target.append(engine.cache.groups[group].first_device_block)
-    with engine.cache.reserve(A[:12]) as reservation:
+    with engine.cache.imports.reserve(A[:12]) as reservation:
         with pytest.raises(DeviceError, match="abort it"):
             reservation.commit()
     assert reservation.closed and engine.free() == [6, 6]
@@ -137,8 +137,8 @@ def test_a_reservation_that_lost_a_copy_in_one_group_can_only_be_aborted(make: M
 def test_several_groups_are_named(make: Make) -> None:
     engine = make([8, 8], [4, 4])
     prompt, data = engine.cache.block_keys(A[:4]), [bytes(FULL.block_bytes)]
-    with engine.cache.reserve(A[:6]) as reservation:
-        (load_targets,) = engine.cache.load_targets(engine.add(A[:3]))
+    with engine.cache.imports.reserve(A[:6]) as reservation:
+        (load_targets,) = engine.cache.imports.load_targets(engine.add(A[:3]))
         for call in (
             lambda: reservation.blocks,
             lambda: reservation.slot_mapping,
@@ -146,7 +146,7 @@ def test_several_groups_are_named(make: Make) -> None:
             reservation.slot_mapping_of,
             lambda: load_targets.blocks,
             load_targets.slot_mapping_of,
-            lambda: engine.cache.import_blocks(prompt, data),
+            lambda: engine.cache.imports.import_blocks(prompt, data),
         ):
             with pytest.raises(ValueError, match="group: expected 0 to 1 where there are several.*got None"):
                 call()
@@ -155,12 +155,12 @@ def test_several_groups_are_named(make: Make) -> None:
                 with pytest.raises(error, match=f"group: .*{wrong!r}"):
                     call(wrong)
             with pytest.raises(error, match=f"group: .*{wrong!r}"):
-                engine.cache.import_blocks(prompt, data, group=wrong)
+                engine.cache.imports.import_blocks(prompt, data, group=wrong)
     engine.release(*engine.live)
 
 
 def test_one_group_may_be_named_too() -> None:
-    with KVCacheManager(WIDE, device_blocks=4, device="cpu") as cache, cache.reserve(A[:6]) as reservation:
+    with KVCacheManager(WIDE, device_blocks=4, device="cpu") as cache, cache.imports.reserve(A[:6]) as reservation:
         assert reservation.blocks_of(0).tolist() == reservation.blocks_of().tolist() == reservation.blocks.tolist()
         assert reservation.slot_mapping_of(0).tolist() == reservation.slot_mapping.tolist()
 
@@ -181,7 +181,7 @@ def test_sequences_go_on_the_same_in_every_group_whether_or_not_a_store_took_par
         ids = engine.cache.add_sequence_batch(prompts, stream=engine.a).ids
         at = [6, 0]
         if store:
-            parts = engine.cache.load_targets(ids, stream=engine.b)
+            parts = engine.cache.imports.load_targets(ids, stream=engine.b)
             assert [(part.skip_prefix_n_tokens, part.tokens) for part in parts] == [(6, 21), (0, 4)]
             for g in (0, 1):
                 assert (
@@ -210,21 +210,21 @@ def test_cross_attention_has_slots_for_the_encoder_that_are_never_left_out(make:
     engine = make([12, 12], groups=[CROSS, FULL])
     sequence = engine.add(A[:10], encoder_tokens=7)
     engine.cache.commit(sequence)
-    (load_targets,) = engine.cache.load_targets(sequence)
+    (load_targets,) = engine.cache.imports.load_targets(sequence)
     assert (
         load_targets.skip_prefix_n_tokens == load_targets.tokens == 10 and (load_targets.slot_mapping_of(1) == -1).all()
     )
     table = engine.cache.block_table(sequence, group=0).dense()[0]
     assert load_targets.slot_mapping_of(0).tolist() == [table[i // T] * T + i % T for i in range(7)]
     engine.release(sequence)
-    with engine.cache.reserve(A[:14], encoder_tokens=37) as reservation:
+    with engine.cache.imports.reserve(A[:14], encoder_tokens=37) as reservation:
         assert reservation.tokens == 14 and reservation.skip_prefix_n_tokens == 10
         assert len(reservation.blocks_of(0)) == 10 and reservation.slot_mapping_of(0).shape == (37,)
         assert (reservation.slot_mapping_of(0) >= 0).all() and (reservation.slot_mapping_of(1) >= 0).sum() == 4
         engine.load(reservation, A)
         reservation.commit()
     assert engine.free() == [12, 12] and engine.reusable(A[:15]) == 14
-    with engine.cache.reserve(A[:14], encoder_tokens=0) as reservation:
+    with engine.cache.imports.reserve(A[:14], encoder_tokens=0) as reservation:
         assert reservation.blocks_of(0).shape == reservation.slot_mapping_of(0).shape == (0,)
 
 
@@ -232,22 +232,22 @@ def test_cross_attention_has_slots_for_the_encoder_that_are_never_left_out(make:
 def test_an_encoder_may_be_longer_than_the_prompt(make: Make, device: str) -> None:
     engine, other = (make([20, 20], groups=[CROSS, FULL], device=device) for _ in range(2))
     engine.release(engine.add(A[:2], encoder_tokens=70))
-    with other.cache.reserve(A[:2], encoder_tokens=70, stream=other.b) as reservation:
+    with other.cache.imports.reserve(A[:2], encoder_tokens=70, stream=other.b) as reservation:
         assert len(reservation.blocks_of(0)) == 18
 
 
 def test_the_length_of_an_encoder_is_given_exactly_where_there_is_cross_attention(make: Make) -> None:
     with pytest.raises(ValueError, match="encoder_tokens: expected None.*got 3"):
-        make([8, 8]).cache.reserve(A[:4], encoder_tokens=3)
+        make([8, 8]).cache.imports.reserve(A[:4], encoder_tokens=3)
     engine = make([8, 8], groups=[CROSS, FULL])
     for wrong, error in ((None, ValueError), (-1, ValueError), ("x", TypeError), ([1, 2], ValueError)):
         with pytest.raises(error, match="encoder_tokens"):
-            engine.cache.reserve(A[:4], encoder_tokens=wrong)
+            engine.cache.imports.reserve(A[:4], encoder_tokens=wrong)
     with pytest.raises(ValueError, match="group 0 .* it can never fit"):
-        engine.cache.reserve(A[:4], encoder_tokens=2**31 - 1)
+        engine.cache.imports.reserve(A[:4], encoder_tokens=2**31 - 1)
     with pytest.raises(ValueError, match="group 0 .* it can never fit"):
         engine.cache.add_sequence(A[:4], encoder_tokens=2**31 - 1)
-    assert engine.cache.reservations == []
+    assert engine.cache.imports.reservations == []
 
 
 def test_a_loader_brings_the_states_that_are_kept() -> None:
@@ -274,7 +274,7 @@ def test_without_a_stream_no_group_has_a_block_that_something_enqueued_still_rea
     if not waits:
         monkeypatch.setattr(engine.cache._reservations, "_wait_until_free", lambda _: None)
     elsewhere = engine.sim.create_stream("elsewhere")  # type: ignore[union-attr]
-    with engine.cache.reserve(A[20:36]) as reservation:
+    with engine.cache.imports.reserve(A[20:36]) as reservation:
         engine.put(group, reservation.slot_mapping_of(group), A[20:36], elsewhere)
         engine.sim.synchronize(engine.sim.record(elsewhere))  # type: ignore[union-attr]
     assert (engine.findings() == []) == waits
@@ -283,7 +283,7 @@ def test_without_a_stream_no_group_has_a_block_that_something_enqueued_still_rea
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_block_that_an_aborted_loader_is_still_writing_is_overwritten_after_it(make: Make, group: int) -> None:
     engine = make([4, 4], device="sim")
-    reservation = engine.cache.reserve(A[:16], stream=engine.b)
+    reservation = engine.cache.imports.reserve(A[:16], stream=engine.b)
     engine.put(group, reservation.slot_mapping_of(group), A[:16], engine.b)
     reservation.abort()
     engine.release(engine.add(A[20:36]))
@@ -309,12 +309,20 @@ def host_block(engine: GroupEngine, g: int, tokens: list[int], i: int) -> bytes:
 def test_an_import_is_found_once_all_groups_have_what_they_need(make: Make, device: str) -> None:
     engine = make([8, 8], [8, 8], device=device)
     prompt = engine.cache.block_keys(A[:17])
-    assert engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0) == 4
+    assert (
+        engine.cache.imports.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0) == 4
+    )
     assert engine.reusable(A[:17]) == 0
-    assert engine.cache.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (2, 3)], first=2, group=1) == 2
+    assert (
+        engine.cache.imports.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (2, 3)], first=2, group=1)
+        == 2
+    )
     engine.cache.verify()
     assert engine.reusable(A[:17]) == 16 and pins(engine.cache) == 0
-    assert engine.cache.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (1, 2)], first=1, group=1) == 1
+    assert (
+        engine.cache.imports.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (1, 2)], first=1, group=1)
+        == 1
+    )
     engine.release(engine.add(A[:17], cached=16))
 
 
@@ -322,8 +330,8 @@ def test_an_import_is_found_once_all_groups_have_what_they_need(make: Make, devi
 def test_states_are_imported_by_the_block_that_precedes_them(make: Make, device: str) -> None:
     engine = make([8, 4], [8, 4], groups=[FULL, RECURRENT], device=device)
     prompt = engine.cache.block_keys(A[:17])
-    engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0)
-    assert engine.cache.import_blocks(prompt, [bytes(range(24))], first=2, group=1) == 1
+    engine.cache.imports.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0)
+    assert engine.cache.imports.import_blocks(prompt, [bytes(range(24))], first=2, group=1) == 1
     assert engine.reusable(A[:17]) == 12
     assert (engine.cache.memory.host_pools[1][0].view(np.uint8).reshape(4, 24) == np.arange(24)).all(axis=1).sum() == 1
     with engine.cache.pin(prompt.keys[2:3], tier="host") as lease:
@@ -334,11 +342,11 @@ def test_an_import_into_a_group_is_refused_by_name(make: Make) -> None:
     engine = make([8, 8], [8, 8], groups=[FULL, CROSS])
     prompt = engine.cache.block_keys(A[:8])
     with pytest.raises(ValueError, match=rf"data\[0\]: expected the {FULL.block_bytes} bytes of a block.*got 7"):
-        engine.cache.import_blocks(prompt, [bytes(7)], group=0)
+        engine.cache.imports.import_blocks(prompt, [bytes(7)], group=0)
     with pytest.raises(
         ValueError, match="group: expected one that is not for cross attention, whose content nobody finds, got 1"
     ):
-        engine.cache.import_blocks(prompt, [bytes(CROSS.block_bytes)], group=1)
+        engine.cache.imports.import_blocks(prompt, [bytes(CROSS.block_bytes)], group=1)
     assert WINDOWED.block_bytes == NARROW.block_bytes and engine.cached() == [{"device": [], "host": []}] * 2
 
 
@@ -346,8 +354,8 @@ def test_a_reset_during_an_import_leaves_no_group_pinned(make: Make, monkeypatch
     engine = make([8, 8], [4, 4])
     for start in (0, 20):
         engine.seed(A[start : start + 16])
-        engine.cache.offload(engine.cache.block_keys(A[start : start + 16]))
-    fill, pinned = engine.cache._imports._fill, []
+        engine.cache.content.offload(engine.cache.block_keys(A[start : start + 16]))
+    fill, pinned = engine.cache._writer._fill, []
 
     def reset_then_fill(*args: Any) -> None:
         engine.cache.verify()
@@ -355,9 +363,9 @@ def test_a_reset_during_an_import_leaves_no_group_pinned(make: Make, monkeypatch
         engine.cache.reset()
         fill(*args)
 
-    monkeypatch.setattr(engine.cache._imports, "_fill", reset_then_fill)
+    monkeypatch.setattr(engine.cache._writer, "_fill", reset_then_fill)
     prompt = engine.cache.block_keys([*A[20:28], *range(8)])
     data = [bytes(NARROW.block_bytes)] * 4
-    assert engine.cache.import_blocks(prompt, data, group=1) == 0
+    assert engine.cache.imports.import_blocks(prompt, data, group=1) == 0
     assert pinned[0] >= 2 and pins(engine.cache) == 0
     engine.cache.verify()

@@ -40,7 +40,7 @@ def memory(address: int, nbytes: int) -> np.ndarray:
 def test_a_lease_has_the_blocks_of_all_groups_where_their_bytes_are(make: Make, tier: str) -> None:
     engine = make([8, 8], [8, 8])
     engine.seed(A[:16])
-    engine.cache.offload(engine.cache.block_keys(A[:16]))
+    engine.cache.content.offload(engine.cache.block_keys(A[:16]))
     with engine.cache.pin(keys_of(engine, A[:16]), tier=tier) as lease:
         assert lease.groups.tolist() == [0] * 4 + [1] * 4
         second, none = lease.addresses_of(1), lease.groups == 1
@@ -139,7 +139,7 @@ def test_the_end_of_a_lease_unpins_what_it_pinned_in_all_groups(
 ) -> None:
     engine = make([8, 8], [8, 8], device=device)
     engine.seed(A[:16])
-    engine.cache.offload(engine.cache.block_keys(A[:16]))
+    engine.cache.content.offload(engine.cache.block_keys(A[:16]))
     before = [by_tier["device"] for by_tier in engine.cached()]
     lease = engine.cache.pin(keys_of(engine, A[:16]), owner="reader", tier=tier)
     assert pins(engine.cache) == len(lease.blocks) == 8
@@ -239,7 +239,7 @@ def test_a_copy_that_one_group_loses_gives_the_lease_back_whole(
     keys = keys_of(engine, A[:16])
     with monkeypatch.context() as patched:
         patched.setattr(engine.cache.core.transfer, "drain", lambda: None)
-        assert engine.cache.offload(keys) == 8
+        assert engine.cache.content.offload(keys) == 8
     state, layer_group = engine.cache.core.states[group], engine.cache.groups[group]
     twins = {
         state.blocks[b]["key0"]: int(state.blocks[b]["other_copy"])

@@ -40,7 +40,7 @@ def prompt_of(engine: Engine, count: int, start: int = 0, **names: Any) -> tuple
 def test_the_next_request_with_the_prefix_hits(make: Make, names: dict[str, Any]) -> None:
     engine = make(4, 8, 8)
     prompt, data = prompt_of(engine, 14, **names)
-    assert engine.cache.import_blocks(prompt, data) == 3
+    assert engine.cache.imports.import_blocks(prompt, data) == 3
     assert engine.cache.match_prefix(prompt).host_tokens == 12
     assert engine.add(list(range(14)), **names).cached == 12  # compares every byte
     assert engine.add(list(range(14)), **(names | {"salt": "other"})).cached == 0
@@ -50,8 +50,8 @@ def test_blocks_that_are_cached_on_either_tier_are_skipped(make: Make) -> None:
     engine = make(4, 8, 8)
     engine.seed(range(9), committed=8)
     prompt, data = prompt_of(engine, 16)
-    assert engine.cache.import_blocks(prompt, data) == 2
-    assert engine.cache.import_blocks(prompt, data) == 0
+    assert engine.cache.imports.import_blocks(prompt, data) == 2
+    assert engine.cache.imports.import_blocks(prompt, data) == 0
     assert len(engine.cached("host")) == 2
     assert engine.add(list(range(16)) + [9]).cached == 16
 
@@ -59,27 +59,27 @@ def test_blocks_that_are_cached_on_either_tier_are_skipped(make: Make) -> None:
 def test_a_part_of_the_prefix_can_come(make: Make) -> None:
     engine = make(4, 8, 8)
     prompt, data = prompt_of(engine, 16)
-    assert engine.cache.import_blocks(prompt, data[2:], first=2) == 2
+    assert engine.cache.imports.import_blocks(prompt, data[2:], first=2) == 2
     assert engine.reusable(range(16)) == 0, "its ancestors are missing"
-    assert engine.cache.import_blocks(prompt, data[:2]) == 2
+    assert engine.cache.imports.import_blocks(prompt, data[:2]) == 2
     assert engine.add(list(range(17))).cached == 16
 
 
 def test_it_stops_where_the_host_has_no_room(make: Make) -> None:
     engine = make(4, 4, 3)
     prompt, data = prompt_of(engine, 20)
-    assert engine.cache.import_blocks(prompt, data) == 3
+    assert engine.cache.imports.import_blocks(prompt, data) == 3
     first, others = engine.prompt(range(4)), prompt_of(engine, 8, 100)
     with engine.cache.pin(first.keys, tier="host"):
-        assert engine.cache.import_blocks(*others, priority=34) == 0, "all others are worth more"
-        assert engine.cache.import_blocks(*others, priority=35) == 2
+        assert engine.cache.imports.import_blocks(*others, priority=34) == 0, "all others are worth more"
+        assert engine.cache.imports.import_blocks(*others, priority=35) == 2
     assert engine.cache.match_prefix(engine.prompt(range(9))).tokens == 4
-    assert engine.cache.import_blocks(*prompt_of(engine, 8, 200)) == 2
+    assert engine.cache.imports.import_blocks(*prompt_of(engine, 8, 200)) == 2
 
 
 def test_leaves_age_first(make: Make) -> None:
     engine = make(4, 4, 3)
-    engine.cache.import_blocks(*prompt_of(engine, 12))
+    engine.cache.imports.import_blocks(*prompt_of(engine, 12))
     order = [
         key for key, _ in sorted(engine.cached("host").items(), key=lambda item: engine.order("host").index(item[1]))
     ]
@@ -88,46 +88,50 @@ def test_leaves_age_first(make: Make) -> None:
 
 def test_without_a_host_tier_nothing_comes(make: Make) -> None:
     engine = make(4, 4, 0)
-    assert engine.cache.import_blocks(*prompt_of(engine, 8)) == 0
+    assert engine.cache.imports.import_blocks(*prompt_of(engine, 8)) == 0
 
 
 def test_events_report_it(make: Make) -> None:
     engine = make(4, 4, 4, event_capacity=100)
     prompt, data = prompt_of(engine, 8)
     engine.cache.events()
-    engine.cache.import_blocks(prompt, data)
+    engine.cache.imports.import_blocks(prompt, data)
     stored = [event for event in engine.cache.events() if event.kind == "stored"]
     assert {event.tier for event in stored} == {"host"}
     np.testing.assert_array_equal(np.concatenate([event.keys for event in stored]), prompt.keys)
 
 
 BAD = [
-    (lambda e, p, d: e.cache.import_blocks([1, 2, 3, 4], d), TypeError, "prompt: .*"),
-    (lambda e, p, d: e.cache.import_blocks(p, d[0]), TypeError, "data: .*"),
+    (lambda e, p, d: e.cache.imports.import_blocks([1, 2, 3, 4], d), TypeError, "prompt: .*"),
+    (lambda e, p, d: e.cache.imports.import_blocks(p, d[0]), TypeError, "data: .*"),
     (
-        lambda e, p, d: e.cache.import_blocks(p, [d[0][:-1]]),
+        lambda e, p, d: e.cache.imports.import_blocks(p, [d[0][:-1]]),
         ValueError,
         r"data\[0\]: expected the 192 bytes of a block, got 191",
     ),
     (
-        lambda e, p, d: e.cache.import_blocks(p, [d[0], d[1] + b"x"]),
+        lambda e, p, d: e.cache.imports.import_blocks(p, [d[0], d[1] + b"x"]),
         ValueError,
         r"data\[1\]: expected the 192 bytes of a block, got 193",
     ),
     (
-        lambda e, p, d: e.cache.import_blocks(p, [d[0], None]),
+        lambda e, p, d: e.cache.imports.import_blocks(p, [d[0], None]),
         TypeError,
         r"data\[1\]: expected a contiguous buffer, got NoneType",
     ),
-    (lambda e, p, d: e.cache.import_blocks(p, [np.frombuffer(d[0] * 2, np.uint8)[::2]]), TypeError, "contiguous"),
-    (lambda e, p, d: e.cache.import_blocks(p, [np.array([None] * (len(d[0]) // 8))]), TypeError, r"data\[0\]"),
     (
-        lambda e, p, d: e.cache.import_blocks(p, d, first=1),
+        lambda e, p, d: e.cache.imports.import_blocks(p, [np.frombuffer(d[0] * 2, np.uint8)[::2]]),
+        TypeError,
+        "contiguous",
+    ),
+    (lambda e, p, d: e.cache.imports.import_blocks(p, [np.array([None] * (len(d[0]) // 8))]), TypeError, r"data\[0\]"),
+    (
+        lambda e, p, d: e.cache.imports.import_blocks(p, d, first=1),
         ValueError,
         "data: expected blocks of the prompt's 3 full ones, got 3 from first=1 on",
     ),
-    (lambda e, p, d: e.cache.import_blocks(p, d, first=-1), ValueError, "first: .*-1"),
-    (lambda e, p, d: e.cache.import_blocks(p, d, priority=101), ValueError, "priority: .*101"),
+    (lambda e, p, d: e.cache.imports.import_blocks(p, d, first=-1), ValueError, "first: .*-1"),
+    (lambda e, p, d: e.cache.imports.import_blocks(p, d, priority=101), ValueError, "priority: .*101"),
 ]
 
 
@@ -145,20 +149,20 @@ def test_keys_of_a_pool_with_another_secret_are_refused(make: Make) -> None:
     mine, other = make(4, 4, 4, secret=SECRET), make(4, 4, 4, secret=SECRET[::-1])
     prompt, data = prompt_of(other, 8)
     with pytest.raises(ValueError, match="another secret"):
-        mine.cache.import_blocks(prompt, data)
+        mine.cache.imports.import_blocks(prompt, data)
 
 
 class Meanwhile:
     """A buffer size check that lets a test act between taking blocks and publishing them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine, act: Callable[[], Any]) -> None:
-        fill = engine.cache._imports._fill
+        fill = engine.cache._writer._fill
 
         def interrupted(*args: Any) -> None:
             fill(*args)
             act()
 
-        monkeypatch.setattr(engine.cache._imports, "_fill", interrupted)
+        monkeypatch.setattr(engine.cache._writer, "_fill", interrupted)
 
 
 def test_what_is_being_written_cannot_be_found_or_evicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +177,7 @@ def test_what_is_being_written_cannot_be_found_or_evicted(make: Make, monkeypatc
         engine.cache.verify()
 
     Meanwhile(monkeypatch, engine, act)
-    assert engine.cache.import_blocks(prompt, data) == 3
+    assert engine.cache.imports.import_blocks(prompt, data) == 3
     assert engine.cache.match_prefix(engine.prompt(range(13))).host_tokens == 12
 
 
@@ -181,7 +185,7 @@ def test_content_that_is_computed_meanwhile_is_not_stored_twice(make: Make, monk
     engine = make(4, 8, 4)
     prompt, data = prompt_of(engine, 12)
     Meanwhile(monkeypatch, engine, lambda: engine.seed(range(8), committed=8))
-    assert engine.cache.import_blocks(prompt, data) == 1
+    assert engine.cache.imports.import_blocks(prompt, data) == 1
     assert engine.cache.match_prefix(engine.prompt(range(13))) == (8, 4, 0, 0)
 
 
@@ -189,7 +193,7 @@ def test_a_reset_meanwhile_stores_nothing(make: Make, monkeypatch: pytest.Monkey
     engine = make(4, 8, 4)
     prompt, data = prompt_of(engine, 12)
     Meanwhile(monkeypatch, engine, engine.cache.reset)
-    assert engine.cache.import_blocks(prompt, data) == 0
+    assert engine.cache.imports.import_blocks(prompt, data) == 0
     assert not engine.cached("host") and engine.free("host") == 4
 
 
@@ -201,7 +205,7 @@ def test_a_failure_half_way_gives_the_blocks_back_empty(make: Make, monkeypatch:
 
     Meanwhile(monkeypatch, engine, fail)
     with pytest.raises(DeviceError):
-        engine.cache.import_blocks(*prompt_of(engine, 12))
+        engine.cache.imports.import_blocks(*prompt_of(engine, 12))
     assert not engine.cached("host") and engine.cache.stats().host.empty == 4
 
 
@@ -216,7 +220,7 @@ def test_the_memory_stays_until_an_import_has_written(make: Make, monkeypatch: p
 
     Meanwhile(monkeypatch, engine, act)
     with pytest.raises(PoolClosed):
-        engine.cache.import_blocks(*prompt_of(engine, 12))
+        engine.cache.imports.import_blocks(*prompt_of(engine, 12))
     closer.join(600)
     assert engine.cache._pools.closed
 
@@ -224,6 +228,6 @@ def test_the_memory_stays_until_an_import_has_written(make: Make, monkeypatch: p
 def test_a_prompt_does_not_push_its_own_prefix_out(make: Make) -> None:
     engine = make(4, 2, 2)
     prompt, data = prompt_of(engine, 12)
-    assert engine.cache.import_blocks(prompt, data[:1]) == 1
-    assert engine.cache.import_blocks(prompt, data[1:], first=1) == 1
+    assert engine.cache.imports.import_blocks(prompt, data[:1]) == 1
+    assert engine.cache.imports.import_blocks(prompt, data[1:], first=1) == 1
     assert engine.cache.match_prefix(engine.prompt(range(13))).host_tokens == 8

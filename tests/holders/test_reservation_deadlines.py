@@ -26,7 +26,7 @@ def late(cache: KVCacheManager) -> tuple[int, int, int]:
 def test_a_late_commit_is_refused_and_changes_nothing(make: Make) -> None:
     engine, tokens = make(T=4, P=8, event_capacity=16), list(range(9))
     engine.clock.now = 50
-    reservation = engine.cache.reserve(tokens, owner="loader", deadline_ms=100)
+    reservation = engine.cache.imports.reserve(tokens, owner="loader", deadline_ms=100)
     load(engine, reservation, tokens)
     assert reservation.deadline == 150
     engine.clock.now = 149
@@ -37,7 +37,7 @@ def test_a_late_commit_is_refused_and_changes_nothing(make: Make) -> None:
         with pytest.raises(ReservationExpired, match="of 'loader' was not committed before its deadline: abort it"):
             reservation.commit(tokens_that_came)
     assert picture(engine) == before and engine.cached() == {} and engine.reusable([*tokens, 9]) == 0
-    assert reservation.overdue and not reservation.closed and engine.cache.reservations == [reservation]
+    assert reservation.overdue and not reservation.closed and engine.cache.imports.reservations == [reservation]
     assert late(engine.cache) == (1, 1, 1)
     reservation.abort()
     assert late(engine.cache) == (0, 1, 0) and not reservation.overdue and engine.free() == 8
@@ -47,7 +47,7 @@ def test_a_late_commit_is_refused_and_changes_nothing(make: Make) -> None:
 
 def test_a_block_that_may_be_written_late_is_nobodys_until_its_loader_ends(make: Make) -> None:
     engine, tokens = make(T=4, P=4), list(range(8))
-    reservation = engine.cache.reserve(tokens, deadline_ms=10)
+    reservation = engine.cache.imports.reserve(tokens, deadline_ms=10)
     blocks = set(reservation.blocks.tolist())
     engine.clock.now = 10
     assert reservation.overdue
@@ -66,13 +66,13 @@ def test_a_block_that_may_be_written_late_is_nobodys_until_its_loader_ends(make:
 def test_what_is_committed_in_time_never_expires(make: Make) -> None:
     engine, tokens = make(T=4, P=8), list(range(9))
     for deadline in (None, 10):
-        with engine.cache.reserve(tokens, deadline_ms=deadline) as reservation:
+        with engine.cache.imports.reserve(tokens, deadline_ms=deadline) as reservation:
             load(engine, reservation, tokens)
             engine.clock.now += 9
             reservation.commit()
         engine.clock.now += 1000
         assert late(engine.cache) == (0, 0, 0) and not reservation.overdue
-    forever = engine.cache.reserve([1, 2, 3])
+    forever = engine.cache.imports.reserve([1, 2, 3])
     engine.clock.now += 1 << 40
     assert forever.deadline is None and not forever.overdue and late(engine.cache) == (1, 0, 0)
     forever.commit()
@@ -100,7 +100,7 @@ def test_what_ends_late_has_expired_even_where_nobody_looked(
     make: Make, end: Callable[[Engine, Reservation], None]
 ) -> None:
     engine = make(T=4, P=4)
-    reservation = engine.cache.reserve(list(range(8)), owner="loader", deadline_ms=10)
+    reservation = engine.cache.imports.reserve(list(range(8)), owner="loader", deadline_ms=10)
     engine.clock.now = 10
     end(engine, reservation)
     assert reservation.closed and not reservation.overdue
@@ -111,8 +111,8 @@ def test_what_ends_late_has_expired_even_where_nobody_looked(
 def test_a_reservation_that_somebody_has_seen_expire_stays_expired(make: Make, look: str) -> None:
     """A commit that has read the clock before the deadline comes after a call that has seen it pass."""
     engine = make(T=4, P=8)
-    reservation = engine.cache.reserve(list(range(8)), deadline_ms=10)
-    other = engine.cache.reserve([50])
+    reservation = engine.cache.imports.reserve(list(range(8)), deadline_ms=10)
+    other = engine.cache.imports.reserve([50])
     engine.clock.now = 10
     calls: dict[str, Callable[[], object]] = {
         "stats": engine.cache.stats,
@@ -128,7 +128,7 @@ def test_a_reservation_that_somebody_has_seen_expire_stays_expired(make: Make, l
 
 def test_deadlines_pass_one_by_one(make: Make) -> None:
     engine = make(T=4, P=8)
-    all_of_them = [engine.cache.reserve([i], deadline_ms=deadline) for i, deadline in enumerate((30, 10, 20))]
+    all_of_them = [engine.cache.imports.reserve([i], deadline_ms=deadline) for i, deadline in enumerate((30, 10, 20))]
     seen = []
     for engine.clock.now in (9, 10, 20, 30):
         seen.append([reservation.overdue for reservation in all_of_them])
@@ -138,7 +138,7 @@ def test_deadlines_pass_one_by_one(make: Make) -> None:
 
 def test_a_pool_that_is_closed_says_what_had_expired(make: Make) -> None:
     engine = make(T=4, P=8)
-    reservations = [engine.cache.reserve([i], deadline_ms=10 * (i + 1)) for i in range(2)]
+    reservations = [engine.cache.imports.reserve([i], deadline_ms=10 * (i + 1)) for i in range(2)]
     engine.clock.now = 10
     engine.cache.close()
     engine.clock.now = 30
@@ -152,5 +152,5 @@ def test_bad_deadlines_are_refused(make: Make, bad: Any) -> None:
     engine = make(T=4, P=8)
     before = picture(engine)
     with pytest.raises((ValueError, TypeError), match="deadline_ms"):
-        engine.cache.reserve([1, 2, 3], deadline_ms=bad)
+        engine.cache.imports.reserve([1, 2, 3], deadline_ms=bad)
     assert picture(engine) == before

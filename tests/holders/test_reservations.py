@@ -36,7 +36,7 @@ def test_a_loader_brings_what_the_pool_lacks_and_touches_nothing_else(
     engine, tokens = make(T=4, P=8, layout=layout), list(range(length))
     if cached:
         engine.seed([*tokens[:cached], 99], committed=cached)
-    reservation = engine.cache.reserve(tokens)
+    reservation = engine.cache.imports.reserve(tokens)
     assert reservation.skip_prefix_n_tokens == cached and reservation.tokens == length
     assert len(reservation.blocks) == -(-length // 4) and reservation.blocks.dtype == np.int32
     slots = reservation.slot_mapping
@@ -55,7 +55,7 @@ def test_a_loader_brings_what_the_pool_lacks_and_touches_nothing_else(
 
 def test_what_a_store_may_fill_is_asked_of_live_sequences(make: Make) -> None:
     engine = make(T=4, P=8)
-    with engine.cache.reserve([1, 2]) as reservation:
+    with engine.cache.imports.reserve([1, 2]) as reservation:
         for wrong, error in (
             (reservation.id, UnknownSequence),
             ([-1], UnknownSequence),
@@ -63,14 +63,14 @@ def test_what_a_store_may_fill_is_asked_of_live_sequences(make: Make) -> None:
             ([1.5], TypeError),
         ):
             with pytest.raises(error):
-                engine.cache.load_targets(wrong)
-    assert engine.cache.load_targets([]) == []
+                engine.cache.imports.load_targets(wrong)
+    assert engine.cache.imports.load_targets([]) == []
 
 
 def test_a_prompt_that_is_cached_whole_leaves_nothing_to_load(make: Make) -> None:
     engine = make(T=4, P=6)
     engine.seed(range(9), committed=8)
-    with engine.cache.reserve(list(range(8))) as reservation:
+    with engine.cache.imports.reserve(list(range(8))) as reservation:
         assert reservation.skip_prefix_n_tokens == 8 and (reservation.slot_mapping == -1).all()
         assert engine.free() == 4, "only what is cached is held"
         reservation.commit()
@@ -80,7 +80,7 @@ def test_a_prompt_that_is_cached_whole_leaves_nothing_to_load(make: Make) -> Non
 def test_nobody_finds_what_is_not_committed(make: Make) -> None:
     engine, tokens = make(T=4, P=8), list(range(9))
     keys = engine.prompt(tokens).keys
-    with engine.cache.reserve(tokens) as reservation:
+    with engine.cache.imports.reserve(tokens) as reservation:
         load(engine, reservation, tokens)
         assert engine.reusable(tokens) == 0 and engine.cached() == {}
         with pytest.raises(KVPoolError):
@@ -95,7 +95,7 @@ def test_an_abort_takes_back_a_block_that_a_part_was_copied_into(make: Make) -> 
     engine.seed(range(7), committed=7)
     order = engine.order()  # six that hold nothing, and the two that are cached
     for prompt in ([*range(6), *range(50, 60)], [*range(6), 50], [*range(3), 50, 51]):
-        reservation = engine.cache.reserve(prompt)
+        reservation = engine.cache.imports.reserve(prompt)
         assert reservation.skip_prefix_n_tokens % 4
         reservation.abort()
         assert engine.order()[:6] == order[:6] and sorted(engine.order()) == sorted(order) and len(engine.cached()) == 1
@@ -109,7 +109,7 @@ def test_leaving_without_a_commit_aborts(make: Make, fails: bool) -> None:
     engine = make(T=4, P=4)
     order = engine.order()
     try:
-        with engine.cache.reserve(list(range(10))) as reservation:
+        with engine.cache.imports.reserve(list(range(10))) as reservation:
             load(engine, reservation, list(range(10)))
             if fails:
                 raise ConnectionError
@@ -120,7 +120,7 @@ def test_leaving_without_a_commit_aborts(make: Make, fails: bool) -> None:
 
 def test_two_loaders_of_one_prompt_publish_it_once(make: Make) -> None:
     engine, tokens = make(T=4, P=8), list(range(10))
-    first, two = engine.cache.reserve(tokens), engine.cache.reserve(tokens)
+    first, two = engine.cache.imports.reserve(tokens), engine.cache.imports.reserve(tokens)
     assert not set(first.blocks.tolist()) & set(two.blocks.tolist())
     for reservation in (two, first):
         load(engine, reservation, tokens)
@@ -133,7 +133,7 @@ def test_two_loaders_of_one_prompt_publish_it_once(make: Make) -> None:
 
 def test_content_that_was_computed_meanwhile_is_not_cached_twice(make: Make) -> None:
     engine, tokens = make(T=4, P=8), list(range(10))
-    with engine.cache.reserve(tokens) as reservation:
+    with engine.cache.imports.reserve(tokens) as reservation:
         engine.finish(engine.add(tokens))
         load(engine, reservation, tokens)
         reservation.commit()
@@ -145,7 +145,7 @@ def test_what_matches_is_held_and_comes_from_the_host(make: Make) -> None:
     engine.seed(range(9), committed=8)
     engine.release(engine.add(range(100, 124)), store=False)
     assert engine.cached() == {} and len(engine.cached("host")) == 2
-    with engine.cache.reserve(list(range(16))) as reservation:
+    with engine.cache.imports.reserve(list(range(16))) as reservation:
         assert reservation.skip_prefix_n_tokens == 8
         with pytest.raises(OutOfBlocks):
             engine.add(range(200, 212))
@@ -160,7 +160,7 @@ def test_what_matches_is_held_and_comes_from_the_host(make: Make) -> None:
 
 def test_retention_holds_for_what_is_loaded(make: Make) -> None:
     engine = make(T=4, P=8)
-    with engine.cache.reserve(list(range(8)), retention=[(0, 4, 80, None)]) as reservation:
+    with engine.cache.imports.reserve(list(range(8)), retention=[(0, 4, 80, None)]) as reservation:
         reservation.commit()
     blocks = engine.cache.core.tokens.blocks
     assert [int(blocks["priority"][b]) for b in reservation.blocks] == [80, 35]
@@ -169,7 +169,7 @@ def test_retention_holds_for_what_is_loaded(make: Make) -> None:
 def test_extra_ids_and_namespaces_are_loaded_too(make: Make) -> None:
     engine = make(T=4, P=8)
     names: dict[str, Any] = {"salt": "a", "adapter_id": 3, "extra_ids": [1, 2, 0, 0, 5, 0]}
-    with engine.cache.reserve(engine.prompt(range(6), **names)) as reservation:
+    with engine.cache.imports.reserve(engine.prompt(range(6), **names)) as reservation:
         reservation.commit()
     names["extra_ids"].append(0)
     assert engine.reusable(range(7), **names) == 6 and engine.reusable(range(7)) == 0
@@ -182,7 +182,7 @@ def test_events_say_of_what_was_loaded_what_they_say_of_what_was_computed(make: 
     for loads in (False, True):
         engine = make(T=4, P=8, secret=bytes(32), event_capacity=16)
         if loads:
-            engine.cache.reserve(engine.prompt(range(8), **names)).commit()
+            engine.cache.imports.reserve(engine.prompt(range(8), **names)).commit()
         else:
             engine.finish(engine.add(range(8), **names), committed=8)
         (stored,) = [event for event in engine.cache.events() if event.kind == "stored"]
@@ -193,7 +193,7 @@ def test_events_say_of_what_was_loaded_what_they_say_of_what_was_computed(make: 
 
 def test_the_prompt_of_a_reservation_is_its_own(make: Make) -> None:
     engine, buffer = make(T=4, P=8), np.arange(9, dtype=np.int32)
-    with engine.cache.reserve(buffer) as reservation:
+    with engine.cache.imports.reserve(buffer) as reservation:
         buffer[:] = 77
         assert reservation.prompt.tokens.tolist() == list(range(9))
         load(engine, reservation, range(9))
@@ -213,19 +213,19 @@ def test_a_pool_that_is_too_full_is_left_as_it_is(make: Make) -> None:
     engine.add(range(100, 108))
     before = picture(engine)
     with pytest.raises(OutOfBlocks) as raised:
-        engine.cache.reserve([*range(8), *range(20, 25)])
+        engine.cache.imports.reserve([*range(8), *range(20, 25)])
     assert (raised.value.needed, raised.value.free) == (2, 0) and picture(engine) == before
-    reservation = engine.cache.reserve(list(range(5)))
+    reservation = engine.cache.imports.reserve(list(range(5)))
     before = picture(engine)
     with pytest.raises(OutOfSequences):
-        engine.cache.reserve([1])
+        engine.cache.imports.reserve([1])
     assert picture(engine) == before
     reservation.abort()
 
 
 def test_a_reservation_is_not_a_sequence(make: Make) -> None:
     engine = make(T=4, P=8)
-    reservation, cache = engine.cache.reserve(list(range(6))), engine.cache
+    reservation, cache = engine.cache.imports.reserve(list(range(6))), engine.cache
     before = picture(engine)
     for call in ID_CALLS.values():
         with pytest.raises(UnknownSequence):
@@ -238,7 +238,7 @@ def test_a_reservation_is_not_a_sequence(make: Make) -> None:
 def test_a_closed_reservation_says_so_and_changes_nothing(make: Make) -> None:
     engine = make(T=4, P=8)
     for end in (Reservation.commit, Reservation.abort):
-        reservation = engine.cache.reserve(list(range(6)))
+        reservation = engine.cache.imports.reserve(list(range(6)))
         end(reservation)
         before = picture(engine)
         for again in (reservation.commit, reservation.abort, lambda r=reservation: r.commit(6)):
@@ -252,15 +252,15 @@ def test_a_loader_that_is_gone_can_be_revoked(make: Make) -> None:
     engine.seed(range(5), committed=4)
     engine.clock.now = 10
     dead, other = (
-        engine.cache.reserve(list(range(50, 56)), owner="dead"),
-        engine.cache.reserve(list(range(6)), owner="other"),
+        engine.cache.imports.reserve(list(range(50, 56)), owner="dead"),
+        engine.cache.imports.reserve(list(range(6)), owner="other"),
     )
     lease = engine.cache.pin(engine.keys(range(4)), owner="dead")
     engine.clock.now = 25
-    assert [(r.owner, r.age_ms) for r in engine.cache.reservations] == [("dead", 15), ("other", 15)]
+    assert [(r.owner, r.age_ms) for r in engine.cache.imports.reservations] == [("dead", 15), ("other", 15)]
     assert "dead" in repr(dead) and "closed=False" in repr(dead)
     assert engine.cache.revoke("dead") == 2 and engine.cache.revoke("dead") == 0
-    assert dead.closed and lease.closed and engine.cache.reservations == [other]
+    assert dead.closed and lease.closed and engine.cache.imports.reservations == [other]
     with pytest.raises(ReservationExpired):
         dead.commit()
     other.commit(4)
@@ -270,7 +270,7 @@ def test_a_loader_that_is_gone_can_be_revoked(make: Make) -> None:
 def test_a_reset_waits_for_loaders_unless_it_is_forced(make: Make) -> None:
     engine = make(T=4, P=8)
     engine.seed(range(5), committed=4)
-    reservation, live = engine.cache.reserve(list(range(9))), engine.add([70, 71])
+    reservation, live = engine.cache.imports.reserve(list(range(9))), engine.add([70, 71])
     before = picture(engine)
     with pytest.raises(PoolBusy, match="1 live sequence and 1 open reservation:"):
         engine.cache.reset()
@@ -285,7 +285,7 @@ def test_a_reset_waits_for_loaders_unless_it_is_forced(make: Make) -> None:
 
 def test_a_pool_that_is_closed_says_which_loaders_it_had(make: Make) -> None:
     engine = make(T=4, P=8)
-    reservation = engine.cache.reserve(list(range(6)), owner="loader")
+    reservation = engine.cache.imports.reserve(list(range(6)), owner="loader")
     engine.clock.now = 7
     with (
         pytest.warns(
@@ -296,7 +296,7 @@ def test_a_pool_that_is_closed_says_which_loaders_it_had(make: Make) -> None:
     ):
         pass
     assert engine.cache.close().reservations == [("loader", 7)] and reservation.closed
-    for call in (reservation.commit, reservation.abort, lambda: engine.cache.reserve([1])):
+    for call in (reservation.commit, reservation.abort, lambda: engine.cache.imports.reserve([1])):
         with pytest.raises(PoolClosed):
             call()
 
@@ -308,11 +308,11 @@ def test_what_is_taken_while_a_pool_closes_has_an_age_of_nothing() -> None:
     def clock() -> int:
         now = next(times)
         if now == 5:
-            late.append(cache.reserve([4, 5], owner="late"))
+            late.append(cache.imports.reserve([4, 5], owner="late"))
         return now
 
     cache = KVCacheManager(BlockLayout(1, 1, 8, 4), device_blocks=4, device="cpu", clock=clock)
-    cache.reserve([1, 2, 3], owner="early")
+    cache.imports.reserve([1, 2, 3], owner="early")
     assert cache.close().reservations == [("early", 5), ("late", 0)] and late[0].closed
 
 
@@ -320,7 +320,7 @@ def test_what_is_taken_while_a_pool_closes_has_an_age_of_nothing() -> None:
 def test_bad_counts_are_refused(make: Make, bad: Any) -> None:
     engine = make(T=4, P=8)
     engine.seed(range(9), committed=8)
-    reservation = engine.cache.reserve([*range(8), 20, 21])
+    reservation = engine.cache.imports.reserve([*range(8), 20, 21])
     before = picture(engine)
     with pytest.raises((ValueError, TypeError), match=r"tokens: .*"):
         reservation.commit(bad)
@@ -342,11 +342,11 @@ def test_bad_arguments_are_refused(make: Make, name: str, bad: Any, error: type[
     engine = make(T=4, P=8)
     before = picture(engine)
     with pytest.raises(error, match=name):
-        engine.cache.reserve([1, 2, 3], **{name: bad})
+        engine.cache.imports.reserve([1, 2, 3], **{name: bad})
     with pytest.raises(ValueError, match="another secret"):
-        engine.cache.reserve(make(T=4, P=1).prompt([1]))
+        engine.cache.imports.reserve(make(T=4, P=1).prompt([1]))
     with pytest.raises(ValueError, match="max_sequence_tokens=4"):
-        make(T=4, P=8, max_sequence_tokens=4).cache.reserve([1] * 5)
+        make(T=4, P=8, max_sequence_tokens=4).cache.imports.reserve([1] * 5)
     assert picture(engine) == before
 
 
@@ -356,10 +356,10 @@ def test_a_device_that_broke_does_not_hide_what_went_wrong() -> None:
             raise DeviceError("gone", sticky=True)
 
     cache = KVCacheManager(BlockLayout(1, 1, 8, 4), device_blocks=4, host_blocks=4, device=Gone())
-    with pytest.raises(ConnectionError), cache.reserve([1, 2, 3, 4, 5]) as loaded:
+    with pytest.raises(ConnectionError), cache.imports.reserve([1, 2, 3, 4, 5]) as loaded:
         loaded.commit()
-        with cache.reserve([7, 8]):
-            cache.offload([1, 2, 3, 4, 5])
+        with cache.imports.reserve([7, 8]):
+            cache.content.offload([1, 2, 3, 4, 5])
             raise ConnectionError
     cache.close()
 
@@ -376,7 +376,7 @@ def test_a_device_that_breaks_while_a_loader_waits_is_reported_to_it() -> None:
     cache.commit(sequence)
     cache.release(sequence)
     with pytest.raises(DeviceError, match="gone"):
-        cache.reserve([7, 8, 9, 10, 11])
+        cache.imports.reserve([7, 8, 9, 10, 11])
     cache.close()
 
 
@@ -390,14 +390,14 @@ def test_a_loader_that_is_revoked_while_it_leaves_gets_no_new_error(
         assert engine.cache.revoke("loader") == 1
         engine.cache._reservations.end(*args)
 
-    with engine.cache.reserve([1, 2, 3], owner="loader"):
+    with engine.cache.imports.reserve([1, 2, 3], owner="loader"):
         monkeypatch.setattr(engine.cache._reservations, "end", late)
-    assert engine.cache.reservations == [] and engine.free() == 4
+    assert engine.cache.imports.reservations == [] and engine.free() == 4
 
 
 def test_a_pin_by_id_outlives_an_abort(make: Make) -> None:
     engine = make(T=4, P=4)
-    reservation = engine.cache.reserve(list(range(6)))
+    reservation = engine.cache.imports.reserve(list(range(6)))
     lease = engine.cache.pin_blocks(reservation.blocks[:1])
     reservation.abort()
     engine.cache.verify()
@@ -408,7 +408,7 @@ def test_a_pin_by_id_outlives_an_abort(make: Make) -> None:
 
 def test_verify_finds_a_reservation_that_nobody_knows(make: Make) -> None:
     engine = make(T=4, P=4)
-    reservation = engine.cache.reserve(list(range(6)))
+    reservation = engine.cache.imports.reserve(list(range(6)))
     kept = engine.cache._reservations._open.popitem()
     with pytest.raises(KVPoolError, match="reservations: "):
         engine.cache.verify()

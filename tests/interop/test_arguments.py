@@ -49,7 +49,7 @@ def test_keys_of_other_packages_find_the_same_blocks(wrap: Wrap) -> None:
         seq = cache.add_sequence(keys)
         cache.commit(seq)
         cache.release(seq)
-        assert cache.offload(wrap(keys.keys[:2].copy())) == 2
+        assert cache.content.offload(wrap(keys.keys[:2].copy())) == 2
         with cache.pin(wrap(keys.keys[:2].copy()), owner="test") as lease:
             assert len(lease.blocks) == 2
         with cache.pin([wrap(keys.keys[0].copy())], owner="test") as lease:
@@ -74,7 +74,7 @@ def test_imports_take_arrays_of_other_packages(wrap: Wrap) -> None:
     with open_pool() as cache:
         keys = cache.block_keys(TOKENS)
         data = np.random.default_rng(3).integers(0, 9, (4, *LAYOUT.host_shape(1)[1:])).astype(np.float16)
-        assert cache.import_blocks(keys, [wrap(block) for block in data]) == 4
+        assert cache.imports.import_blocks(keys, [wrap(block) for block in data]) == 4
         with cache.pin(keys.keys, owner="test") as lease:
             np.testing.assert_array_equal(cache.memory.host_pool[lease.blocks - cache.device_blocks], data)
 
@@ -110,7 +110,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "sequences": lambda cache, x: cache.blocks_needed(sequences=x),
     "keys": lambda cache, x: cache.pin(x, owner="test"),
     "target": lambda cache, x: cache.tables.copy_batch_block_offsets(x, 0),
-    r"data\[0\]": lambda cache, x: cache.import_blocks(cache.block_keys(TOKENS), [x]),
+    r"data\[0\]": lambda cache, x: cache.imports.import_blocks(cache.block_keys(TOKENS), [x]),
 }
 
 

@@ -366,7 +366,7 @@ class Pair:
         note(f"reserve({prompt}, {options})")
         made: list[Any] = []
         ours = self.both(
-            lambda: made.append(self.cache.reserve(self.keyed(prompt), **options)),
+            lambda: made.append(self.cache.imports.reserve(self.keyed(prompt), **options)),
             lambda: self.model.reserve(prompt, **options),
             compare=False,
         )
@@ -502,7 +502,7 @@ class Pair:
             assert actual == [len(seq.items), seq.committed, seq.cached]
             assert request.items == seq.items
             assert self.cache.request_stats(request.id) == self._figures(i)
-        assert {reservation.id for reservation in self.cache.reservations} == {
+        assert {reservation.id for reservation in self.cache.imports.reservations} == {
             self.reservations[i].id for i in self.model.reservations
         }
         for g, group in enumerate(self.model.groups):

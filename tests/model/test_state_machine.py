@@ -355,12 +355,12 @@ class PoolMachine(RuleBasedStateMachine):
         available = np.array(there, np.bool_).reshape(len(self.model.groups), full)
 
         def missing() -> tuple[int, list[list[int]]]:
-            tokens, blocks = self.pair.cache.missing_blocks(self.pair.keyed(prompt), available)
+            tokens, blocks = self.pair.cache.content.missing_blocks(self.pair.keyed(prompt), available)
             return tokens, [group_blocks.tolist() for group_blocks in blocks]
 
         self.pair.both(missing, lambda: self.model.missing_blocks(prompt, there))
         cached = [[content in group.rows for content in group.contents(prompt)] for group in self.model.groups]
-        assert self.pair.cache.cached_blocks(self.pair.keyed(prompt)).tolist() == cached
+        assert self.pair.cache.content.cached_blocks(self.pair.keyed(prompt)).tolist() == cached
 
     @rule(random=RANDOM)
     def forget(self, random: Random) -> None:
@@ -375,9 +375,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.pair.both(
             *random.choice(
                 (
-                    (lambda: cache.forget(self.pair.keyed(prompt)), lambda: model.forget(prompt)),
-                    (lambda: cache.forget(keys), lambda: model.forget_keys(contents)),
-                    (lambda: cache.forget(namespace=namespace), lambda: model.forget_namespace(namespace)),
+                    (lambda: cache.content.forget(self.pair.keyed(prompt)), lambda: model.forget(prompt)),
+                    (lambda: cache.content.forget(keys), lambda: model.forget_keys(contents)),
+                    (lambda: cache.content.forget(namespace=namespace), lambda: model.forget_namespace(namespace)),
                 )
             )
         )
@@ -392,7 +392,7 @@ class PoolMachine(RuleBasedStateMachine):
         keys = np.stack([self.key(content) for content in contents])
         note(f"set_priority({contents}, {priority}, {ttl})")
         self.pair.both(
-            lambda: self.pair.cache.set_priority(keys, priority, ttl_ms=ttl),
+            lambda: self.pair.cache.content.set_priority(keys, priority, ttl_ms=ttl),
             lambda: self.model.set_priority(contents, priority, ttl),
         )
 
@@ -433,7 +433,7 @@ class PoolMachine(RuleBasedStateMachine):
     def pass_time(self, step: int, refresh: bool) -> None:
         self.pair.clock.now += step * STEP_MS
         if refresh:
-            self.pair.both(self.pair.cache.refresh, self.model.refresh)
+            self.pair.both(self.pair.cache.content.refresh, self.model.refresh)
 
     # -- pins ----------------------------------------------------------------------------------
 

@@ -266,7 +266,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_import_after_a_reset_is_published",
-        "Imports.store",
+        "ImportWriter.store",
         "generation[0] != core.states.groups[0, records.H.generation]",
         "False",
         "Blocks that a reset has given to others get the keys of an import.",

@@ -12,7 +12,7 @@ MUTATIONS = (
     # -- admission ---------------------------------------------------------------------------------------
     Mutation(
         "a_prompt_longer_than_a_row_is_admitted",
-        "Prompts._why_never",
+        "PromptRequests._why_never",
         "columns > self._columns or encoder > self._columns",
         "False",
         "Its block ids are written behind the end of its row of the table.",

@@ -34,7 +34,7 @@ def busy(make: Make, seed: int, **options: Any) -> Engine:
         prompt = [random.randrange(2) for _ in range(random.randrange(1, 6)) for _ in range(4)]
         engine.seed(prompt + [9], committed=len(prompt), retention=[(0, 8, random.choice([35, 50]), None)])
         if random.random() < 0.3:
-            engine.cache.offload(prompt)
+            engine.cache.content.offload(prompt)
     return engine
 
 
@@ -140,7 +140,7 @@ def test_no_event_is_of_two_tiers(make: Make) -> None:
 def test_a_copy_that_becomes_the_only_one_says_the_priority_that_it_takes(make: Make) -> None:
     engine = make(P=2, S=2, event_capacity=100)
     engine.seed(range(4), committed=4)
-    engine.cache.offload(list(range(4)))
+    engine.cache.content.offload(list(range(4)))
     engine.release(engine.add(range(5), retention=[(0, None, 80, None)]), store=False)
     engine.cache.events()
     engine.add(range(100, 108))
@@ -173,9 +173,9 @@ def test_events_name_where_a_prompt_begins_whoever_brings_it(make: Make, way: st
         cache.commit(sequence)
         cache.release(sequence)
     elif way == "reservation":
-        cache.reserve(prompt).commit()
+        cache.imports.reserve(prompt).commit()
     else:
-        cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)] * 2)
+        cache.imports.import_blocks(prompt, [bytes(cache.layout.block_bytes)] * 2)
     events = cache.events(snapshot=True)
     stored = [event for event in events if event.kind == "stored"]
     assert len(stored) == 2, "once when it was stored, once in the snapshot"

@@ -34,7 +34,7 @@ def test_a_snapshot_alone_is_what_is_cached_in_all_groups(mix: str) -> None:
         for _ in churn(cache, Random(5), 40):
             pass
         seed(cache, range(100, 109))
-        cache.offload(list(range(100, 109)))
+        cache.content.offload(list(range(100, 109)))
         assert cache.stats().events_dropped
         events = cache.events(snapshot=True)
         snapshot = events[events.before_snapshot :]

@@ -82,7 +82,7 @@ def tiers(scraped: Scraped, name: str) -> tuple[float, float]:
 def test_blocks_of_a_tier_are_each_in_one_state(watched: Make, scrape: Scrape) -> None:
     engine = watched(P=6, S=4)
     engine.seed(range(9), committed=9)
-    engine.cache.offload(engine.prompt(range(9)))
+    engine.cache.content.offload(engine.prompt(range(9)))
     running = engine.add(range(20, 25))
     lease = engine.cache.pin(engine.keys(range(9))[:1], tier="host")
     scraped = scrape()
@@ -145,7 +145,7 @@ def evictions(scrape: Scrape) -> dict[tuple[str, str], float]:
 def test_evictions_where_the_host_has_a_copy_or_no_room(watched: Make, scrape: Scrape) -> None:
     engine = watched(P=1, S=1)
     engine.seed(range(4), committed=4)
-    engine.cache.offload(engine.prompt(range(4)))
+    engine.cache.content.offload(engine.prompt(range(4)))
     assert evictions(scrape) == {}, "a copy that was asked for is not an eviction"
     engine.seed(range(10, 14), committed=4)
     assert evictions(scrape) == {("device", "on_host"): 1}
@@ -163,7 +163,7 @@ def test_a_redundant_copy_that_makes_room_is_an_eviction_from_the_host(watched: 
     engine = watched(P=2, S=1)
     engine.seed(range(4), committed=4)
     engine.seed(range(10, 14), committed=4)
-    engine.cache.offload(engine.prompt(range(10, 14)))
+    engine.cache.content.offload(engine.prompt(range(10, 14)))
     engine.add([99])
     assert evictions(scrape) == {("device", "offloaded"): 1, ("host", "redundant"): 1}
 
@@ -217,7 +217,7 @@ def test_a_gap_is_between_two_hits(watched: Make, scrape: Scrape) -> None:
 def test_a_host_copy_was_used_when_its_device_block_was(watched: Make, scrape: Scrape) -> None:
     engine = watched(P=2, S=1)
     engine.seed(range(4), committed=4)
-    engine.cache.offload(engine.prompt(range(4)))
+    engine.cache.content.offload(engine.prompt(range(4)))
     engine.clock.now += 1000
     engine.release(engine.add([*range(4), 9]), store=False)
     engine.clock.now += 2000
@@ -264,7 +264,7 @@ def test_a_copy_that_the_device_refused_was_not_moved(metrics: PoolMetrics, scra
         metrics.add("a", cache)
         sequence = cache.add_sequence(list(range(4)))
         cache.commit(sequence)
-        assert cache.offload(cache.block_keys(list(range(4)))) == 1
+        assert cache.content.offload(cache.block_keys(list(range(4)))) == 1
         assert scrape()("kvpool_lost_blocks_total") == 1
         assert moved(scrape, "bytes") == {"offload": 0, "onboard": 0, "within": 0}
         cache.release(sequence)
@@ -276,7 +276,7 @@ def test_no_time_is_reported_where_the_device_copies_after_the_call(metrics: Poo
         sequence = cache.add_sequence(list(range(4)))
         cache.commit(sequence)
         cache.release(sequence)
-        cache.offload(cache.block_keys(list(range(4))))
+        cache.content.offload(cache.block_keys(list(range(4))))
         assert moved(scrape, "bytes")["offload"] == cache.layout.block_bytes
         assert moved(scrape, "seconds") == {} and cache.stats().offload_seconds is None
 
@@ -354,7 +354,7 @@ def test_tiers_of_a_group_are_those_of_its_blocks(mix: str) -> None:
             pass
         seed(cache, range(50, 63))
         live = cache.add_sequence(list(range(80, 90)), **encoded(cache))
-        cache.offload(list(range(50, 63)))
+        cache.content.offload(list(range(50, 63)))
         stats = cache.stats()
         for group, group_stats, state in zip(cache.groups, stats.groups, cache.core.states, strict=True):
             used = len(set(state.table[state.table >= 0].tolist()))
@@ -371,7 +371,7 @@ def test_tiers_of_a_group_are_those_of_its_blocks(mix: str) -> None:
 def test_pins_are_those_of_each_group() -> None:
     with pool_of("full window full") as cache:
         seed(cache, range(9))
-        cache.offload(list(range(9)))
+        cache.content.offload(list(range(9)))
         local = [debug.cached(state) for state in cache.core.states]
         first, last = cache.groups[0], cache.groups[2]
         device = [first.first_device_block + min(local[0]["device"].values())]

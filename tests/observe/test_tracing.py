@@ -11,6 +11,7 @@ import pytest
 from engine import Engine
 from kvpool import KVCacheManager, OutOfBlocks
 from kvpool.integrations import tracing
+from kvpool.pool import CachedContent
 from kvpool.storage.backends.memory import MemoryStore
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.store_worker import StoreWorker
@@ -63,7 +64,7 @@ def test_calls_of_a_request_have_spans_with_its_id(tracer: Tracer, make: Any) ->
         sequence = engine.cache.add_sequence(range(5))
         with pytest.raises(OutOfBlocks):
             engine.cache.add_sequence_batch([range(50, 55)])
-    engine.cache.prefetch(range(5))
+    engine.cache.content.prefetch(range(5))
     engine.cache.release(sequence)
     spans = [(span.name, span.attributes, span.ended) for span in tracer.spans]
     ids = {"kvpool.request": "r-7"}
@@ -87,7 +88,12 @@ def test_a_job_of_a_store_has_a_span_until_its_result_is_read(tracer: Tracer) ->
 
 def test_without_tracing_nothing_stands_between_a_caller_and_a_call() -> None:
     def calls() -> tuple[Any, ...]:
-        return KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreWorker.load, vars(KVCacheManager).copy()
+        return (
+            KVCacheManager.add_sequence,
+            CachedContent.prefetch,
+            StoreWorker.load,
+            vars(KVCacheManager).copy(),
+        )
 
     before = calls()
     tracing.trace(Tracer())

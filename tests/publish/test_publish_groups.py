@@ -93,7 +93,7 @@ def test_stored_blocks_say_what_kind_of_group_has_them(routers: Callable[..., Gr
     ):
         router = routers(publisher)
         seed(cache, range(9))
-        cache.offload(list(range(9)))
+        cache.content.offload(list(range(9)))
         router.follow()
         fields = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "block_size")
         specs = {tuple(event.get(name) for name in fields) for event in router.events if event["type"] == "BlockStored"}

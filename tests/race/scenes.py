@@ -279,7 +279,7 @@ def unpin_and_revoke(without: str | None) -> Scene:
 def _loaded(cast: Cast, **options: Any) -> Reservation:
     """A loader has brought a prompt, and has not committed it."""
     cast.admission([1])  # nobody adds it; what it would be is known
-    reservation = cast.cache.reserve(cast.prompt([1]), owner="one", **options)
+    reservation = cast.cache.imports.reserve(cast.prompt([1]), owner="one", **options)
     cast.block(int(reservation.blocks[0]))[:, :, 0] = cast.expected.of((None, None), [(1, 0)])[0]
     return reservation
 
@@ -312,7 +312,7 @@ def load_and_revoke(without: str | None) -> Scene:
     def check(outcomes: list[Any]) -> None:
         cast.judge()
         came = len(debug.cached(cast.cache.core.tokens)["device"])
-        assert cast.free() == 2 and reservation.closed and cast.cache.reservations == []
+        assert cast.free() == 2 and reservation.closed and cast.cache.imports.reservations == []
         assert (outcomes == [None, 0] and came == 1) or (
             _kinds(outcomes)[0] == "ReservationExpired" and outcomes[1] == 1 and came == 0
         )
@@ -354,7 +354,7 @@ def forget_and_commit(without: str | None) -> Scene:
         assert not debug.cached(cast.cache.core.tokens)["device"]
         assert cast.free() == 4
 
-    return cast.scene([lambda: cast.cache.forget(keys), lambda: cast.cache.commit(two.id)], check)
+    return cast.scene([lambda: cast.cache.content.forget(keys), lambda: cast.cache.commit(two.id)], check)
 
 
 def forget_and_hit(without: str | None) -> Scene:
@@ -369,7 +369,7 @@ def forget_and_hit(without: str | None) -> Scene:
         cached = debug.cached(cast.cache.core.tokens)["device"]
         assert key not in cached or outcomes[1].cached == 0
 
-    return cast.scene([lambda: cast.cache.forget(keys), cast.admission([1, 5])], check)
+    return cast.scene([lambda: cast.cache.content.forget(keys), cast.admission([1, 5])], check)
 
 
 def release_and_hit(without: str | None) -> Scene:

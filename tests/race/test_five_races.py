@@ -89,7 +89,7 @@ def load_a_chunk(seed: int, progress: float) -> tuple[list[str], list[str]]:
     lab = Lab(6, 0, T=4, seed=seed, progress=progress)
     a, wrong, prompt = lab.commit(lab.add(range(10))), list[str](), [*range(8), *range(30, 34)]
     assert lab.table(a) == [0, 1, 2]
-    reservation = lab.cache.reserve(lab.prompt(prompt), stream=lab.b)
+    reservation = lab.cache.imports.reserve(lab.prompt(prompt), stream=lab.b)
     table, skip = reservation.blocks.tolist(), reservation.skip_prefix_n_tokens
     assert table == [0, 1, 3] and skip == 8
     tokens = np.stack(lab.expected.of((None, None), [(token, 0) for token in prompt]))

@@ -29,7 +29,7 @@ def load(lab: Lab, reservation: Reservation | LoadTarget, tokens: Sequence[int],
 
 def loaded(lab: Lab, prompt: Sequence[int], **commit: Any) -> None:
     """A loader on stream b brings a prompt."""
-    with lab.cache.reserve(lab.prompt(prompt), stream=lab.b) as reservation:
+    with lab.cache.imports.reserve(lab.prompt(prompt), stream=lab.b) as reservation:
         load(lab, reservation, prompt, lab.b)
         reservation.commit(**commit)
 
@@ -51,20 +51,20 @@ def an_offload_of_what_a_loader_is_still_bringing(lab: Lab) -> None:
 
 
 def reuse_of_a_block_that_an_aborted_loader_is_still_writing(lab: Lab) -> None:
-    with lab.cache.reserve(lab.prompt(Y), stream=lab.b) as reservation:
+    with lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b) as reservation:
         load(lab, reservation, Y, lab.b)
     lab.add(Z)
 
 
 def reuse_of_a_block_that_a_revoked_loader_is_still_writing(lab: Lab) -> None:
-    load(lab, lab.cache.reserve(lab.prompt(Y), owner="loader", stream=lab.b), Y, lab.b)
+    load(lab, lab.cache.imports.reserve(lab.prompt(Y), owner="loader", stream=lab.b), Y, lab.b)
     assert lab.cache.revoke("loader") == 1
     lab.add(Z)
 
 
 def reuse_of_a_block_that_a_loader_writes_after_its_deadline(lab: Lab) -> None:
     """The pool has as many other blocks as the next prompt needs."""
-    reservation = lab.cache.reserve(lab.prompt(Y), stream=lab.b, deadline_ms=10)
+    reservation = lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b, deadline_ms=10)
     lab.clock.now += 10
     assert lab.cache.stats().overdue_reservations == 1
     lab.add(Z)
@@ -76,7 +76,7 @@ def reuse_of_a_block_that_a_loader_writes_after_its_deadline(lab: Lab) -> None:
 
 
 def reuse_of_a_block_that_a_loader_wrote_before_a_reset(lab: Lab) -> None:
-    load(lab, lab.cache.reserve(lab.prompt(Y), stream=lab.b), Y, lab.b)
+    load(lab, lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b), Y, lab.b)
     lab.cache.reset(force=True)
     lab.add(Z)
 
@@ -88,11 +88,11 @@ def reuse_of_a_block_that_a_loader_wrote_and_did_not_publish(lab: Lab) -> None:
 
 def an_onboard_into_a_block_that_an_aborted_loader_is_still_writing(lab: Lab) -> None:
     cached(lab, X)
-    reservation = lab.cache.reserve(lab.prompt(Y), stream=lab.b)  # evicts X to the host
+    reservation = lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b)  # evicts X to the host
     lab.sim.synchronize()
     load(lab, reservation, Y, lab.b)
     reservation.abort()
-    assert lab.cache.prefetch(X) == 1
+    assert lab.cache.content.prefetch(X) == 1
 
 
 def a_loader_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
@@ -119,7 +119,7 @@ def a_loader_without_a_stream_in_a_block_that_is_being_offloaded(lab: Lab) -> No
     """Another process, whose stream the pool cannot know: what it enqueues is ordered by nothing but this thread."""
     cached(lab, X)
     elsewhere = lab.sim.create_stream("elsewhere")
-    with lab.cache.reserve(lab.prompt(Y)) as reservation:
+    with lab.cache.imports.reserve(lab.prompt(Y)) as reservation:
         load(lab, reservation, Y, elsewhere)
         lab.sim.synchronize(lab.sim.record(elsewhere))
         reservation.commit()
@@ -131,7 +131,7 @@ def prefill_behind_a_store(lab: Lab) -> None:
     too."""
     tokens = lab.prompt([*Y, 16])
     sequence = lab.cache.add_sequence(tokens, stream=lab.a)
-    (part,) = lab.cache.load_targets(sequence, stream=lab.b)
+    (part,) = lab.cache.imports.load_targets(sequence, stream=lab.b)
     expected = lab.expected.of((None, None), [(token, 0) for token in [*Y, 16]])
     table = part.blocks.tolist()
 
@@ -158,7 +158,7 @@ def a_store_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
     lab.sim.synchronize()
     sequence = lab.cache.add_sequence(lab.prompt(Y), stream=lab.a)
     elsewhere = lab.sim.create_stream("elsewhere")
-    (part,) = lab.cache.load_targets([sequence])
+    (part,) = lab.cache.imports.load_targets([sequence])
     load(lab, part, Y, elsewhere)
     lab.sim.synchronize(lab.sim.record(elsewhere))
     lab.cache.commit(sequence)
@@ -196,7 +196,7 @@ def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
 
 def a_loader_that_forgets_its_stream(lab: Lab) -> None:
     elsewhere = lab.sim.create_stream("elsewhere")
-    with lab.cache.reserve(lab.prompt(X)) as reservation:
+    with lab.cache.imports.reserve(lab.prompt(X)) as reservation:
         load(lab, reservation, X, elsewhere)
         reservation.commit()
     lab.add([*X, 6])
@@ -213,7 +213,7 @@ def test_a_loader_that_says_too_early_that_the_bytes_are_there_is_found() -> Non
 def test_a_loader_may_end_on_another_stream_than_it_began(reserved: bool, end: str) -> None:
     def scenario(lab: Lab) -> None:
         other = lab.sim.create_stream("other")
-        reservation = lab.cache.reserve(lab.prompt(X), stream=lab.b if reserved else None)
+        reservation = lab.cache.imports.reserve(lab.prompt(X), stream=lab.b if reserved else None)
         load(lab, reservation, X, lab.b if reserved else other)
         getattr(reservation, end)(stream=other)
         lab.add([*X, 6] if end == "commit" else [*Y, 6])

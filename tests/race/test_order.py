@@ -99,7 +99,7 @@ def test_a_device_that_cannot_order_closes_the_pool_for_all_but_stats_and_close(
 def test_a_reader_that_cannot_wait_gets_no_lease() -> None:
     lab, device = refusing_lab(3, 2)
     lab.seed([1, 2, 3], committed=2)
-    lab.cache.offload([1, 2, 3])
+    lab.cache.content.offload([1, 2, 3])
     device.refuses = "synchronize"
     with pytest.raises(DeviceError, match="synchronize refused"):
         lab.cache.pin(lab.keys([1, 2, 3]), owner="reader")
@@ -113,12 +113,12 @@ def test_a_reader_that_cannot_wait_gets_no_lease() -> None:
 def test_an_import_that_cannot_wait_stores_nothing() -> None:
     lab, device = refusing_lab(3, 1)
     lab.seed([1, 2, 3], committed=2)
-    lab.cache.offload([1, 2, 3])
+    lab.cache.content.offload([1, 2, 3])
     lab.cache.release(lab.cache.add_sequence([5, 5, 5, 5, 5]), store=False)  # the host copy is the only one
     device.refuses = "synchronize"
     keys = lab.prompt([8, 8])
     with pytest.raises(DeviceError, match="synchronize refused"):
-        lab.cache.import_blocks(keys, [bytes(lab.cache.layout.block_bytes)])
+        lab.cache.imports.import_blocks(keys, [bytes(lab.cache.layout.block_bytes)])
     assert lab.cache.stats().host.pinned == 0
     device.refuses = ""
     lab.cache.close()
@@ -250,7 +250,7 @@ def test_offloads_and_onboards_may_pass_each_other() -> None:
     lab = Lab(6, 6)
     lab.seed([1, 2, 3], committed=2)
     lab.seed([11, 12, 13], committed=2)
-    lab.cache.offload([1, 2, 3])
+    lab.cache.content.offload([1, 2, 3])
     waits: list[Any] = []
     wait = lab.sim.wait
 
@@ -259,6 +259,6 @@ def test_offloads_and_onboards_may_pass_each_other() -> None:
         wait(stream, event)
 
     lab.sim.wait = noted  # type: ignore[method-assign]
-    lab.cache.offload([11, 12, 13])
+    lab.cache.content.offload([11, 12, 13])
     assert len(waits) == 1, "for the engine's write, and for no copy"
     assert not lab.findings()

@@ -42,7 +42,7 @@ def onboard_into_a_block_whose_last_reader_is_queued(lab: Lab) -> None:
     lab.sim.synchronize()
     lab.check(other)
     lab.release(other, store=False)
-    assert lab.cache.prefetch(X) == 1
+    assert lab.cache.content.prefetch(X) == 1
 
 
 def hit_on_a_block_whose_write_is_queued_on_another_stream(lab: Lab) -> None:
@@ -65,7 +65,7 @@ def onboard_from_a_host_block_whose_offload_is_pending(lab: Lab) -> None:
     lab.sim.synchronize()
     lab.add([11], stream=lab.b)  # evicts X
     lab.release(held, store=False)
-    assert lab.cache.prefetch(X) == 1
+    assert lab.cache.content.prefetch(X) == 1
 
 
 def read_of_a_block_that_is_being_onboarded(lab: Lab) -> None:
@@ -89,7 +89,7 @@ def eviction_into_a_host_block_that_is_being_onboarded(lab: Lab) -> None:
     lab.release(lab.add(Y), store=False)
     cached(lab, [6, 7, 8])
     lab.sim.synchronize()
-    assert lab.cache.prefetch(X) == 1  # its host copy is the next victim
+    assert lab.cache.content.prefetch(X) == 1  # its host copy is the next victim
     lab.add([31, 32, 33], stream=lab.b)
     assert lab.cache.stats().redundant_dropped == 1
 
@@ -110,7 +110,7 @@ def evictions_into_host_blocks_that_the_same_admission_onboards(lab: Lab) -> Non
 
 
 def evictions_into_host_blocks_that_the_same_prefetch_onboards(lab: Lab) -> None:
-    assert lab.cache.prefetch(full_tiers(lab)) == 2
+    assert lab.cache.content.prefetch(full_tiers(lab)) == 2
     assert lab.cache.stats().redundant_dropped == 1
     lab.add([51, 52, 53, 54, 55], stream=lab.b)
 
@@ -121,7 +121,7 @@ def partial_copy_from_a_block_that_is_being_onboarded(lab: Lab) -> None:
     cached(lab, [6, 7, 8])
     held = lab.add([41])
     lab.sim.synchronize()
-    assert lab.cache.prefetch(X) == 1
+    assert lab.cache.content.prefetch(X) == 1
     lab.add(Z, stream=lab.b)  # evicts another block into the host copy of X
     assert lab.cache.stats().redundant_dropped == 1
     lab.release(held, store=False)
@@ -151,7 +151,7 @@ def a_pin_between_the_start_of_an_onboard_and_its_end(lab: Lab) -> None:
     cached(lab, X)
     lab.release(lab.add(Y), store=False)
     lab.sim.synchronize()
-    lab.cache.prefetch(X)
+    lab.cache.content.prefetch(X)
     with lab.cache.pin(lab.keys(X), tier="device") as lease:
         lab.read(lease, X[:2])
 
@@ -169,7 +169,7 @@ def rewound_blocks_reused_on_another_stream(lab: Lab) -> None:
 def rewind_into_a_block_that_is_being_offloaded(lab: Lab) -> None:
     sequence = lab.commit(lab.add([1, 2, 3, 4]))
     lab.sim.synchronize()
-    assert lab.cache.offload([1, 2, 3, 4]) == 2
+    assert lab.cache.content.offload([1, 2, 3, 4]) == 2
     lab.append(lab.rewind(sequence, 1), [9])
 
 
@@ -184,7 +184,7 @@ def a_reader_on_a_stream_of_a_block_that_is_being_onboarded(lab: Lab) -> None:
     cached(lab, X)
     lab.release(lab.add(Y), store=False)
     lab.sim.synchronize()
-    lab.cache.prefetch(X)
+    lab.cache.content.prefetch(X)
     with lab.cache.pin(lab.keys(X), tier="device", stream=lab.b) as lease:
         lab.read(lease, X[:2], lab.b)
 
@@ -193,8 +193,8 @@ def an_import_into_a_block_that_is_being_onboarded(lab: Lab) -> None:
     cached(lab, X)
     lab.release(lab.add(Y), store=False)
     lab.sim.synchronize()
-    lab.cache.prefetch(X)
-    assert lab.cache.import_blocks(lab.prompt([31, 32]), [bytes(lab.cache.layout.block_bytes)]) == 1
+    lab.cache.content.prefetch(X)
+    assert lab.cache.imports.import_blocks(lab.prompt([31, 32]), [bytes(lab.cache.layout.block_bytes)]) == 1
 
 
 def on_the_host(lab: Lab) -> None:
@@ -206,7 +206,7 @@ def on_the_host(lab: Lab) -> None:
 
 def a_layer_read_while_it_is_loaded(lab: Lab) -> None:
     on_the_host(lab)
-    loads = lab.cache.layer_loads(lab.a, parts=2)
+    loads = lab.cache.imports.layer_loads(lab.a, parts=2)
     ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads).ids
     for layer in range(2):
         loads.wait(layer)
@@ -253,7 +253,7 @@ def a_kernel_launched_before_the_save_of_its_block(lab: Lab) -> None:
 def a_hit_on_what_a_lagging_prefetch_brings(lab: Lab) -> None:
     on_the_host(lab)
     later = lagging(lab)
-    assert lab.cache.prefetch(X) == 1
+    assert lab.cache.content.prefetch(X) == 1
     assert later
     lab.add(X, stream=lab.b)
     for enqueue in later:
@@ -277,7 +277,7 @@ def a_second_admission_between_decision_and_enqueue(lab: Lab) -> None:
     lab.release(lab.add(Y), store=False)
     lab.sim.synchronize()
     between_decision_and_enqueue(lab, lambda: lab.add(X, stream=lab.b) and None)  # type: ignore[func-returns-value]
-    assert lab.cache.prefetch(X) == 1
+    assert lab.cache.content.prefetch(X) == 1
 
 
 RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
@@ -439,7 +439,7 @@ def a_failure_that_is_reported_after_a_reset(guard: str | None) -> bool:
         end(batch)
 
     device.place, transfer._end = 0, meanwhile  # type: ignore[method-assign]
-    lab.cache.prefetch(X)
+    lab.cache.content.prefetch(X)
     device.place = None
     try:
         lab.cache.append_tokens(after[0], [1], stream=lab.b)

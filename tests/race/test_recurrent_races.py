@@ -122,7 +122,7 @@ class Lab:
             self.speculate(sequence, new, stream)
         elif name == "move":
             prompt = self.cache.block_keys(draw.choice(self.documents))
-            draw.choice((self.cache.offload, self.cache.prefetch))(prompt)
+            draw.choice((self.cache.content.offload, self.cache.content.prefetch))(prompt)
         elif name == "release":
             self.cache.release(sequence[0], store=draw.random() < 0.8)
             self.live.remove(sequence)

@@ -36,7 +36,7 @@ def collected_at(threshold: int) -> tuple[list[str], list[str]]:
     went wrong."""
     lab, log = Lab(2, 4, seed=threshold), []  # type: ignore[var-annotated]
     lab.seed([1, 2, 3], committed=2)
-    lab.cache.offload([1, 2, 3])
+    lab.cache.content.offload([1, 2, 3])
     lab.release(lab.add([21, 22, 23, 24]), store=False)
     lab.seed([31, 32, 33, 34], committed=4)
     lab.sim.synchronize()
@@ -164,9 +164,9 @@ def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPat
         keys = cache.block_keys([1, 2, 3])
         calls: dict[str, Callable[[], object]] = {
             "pin": lambda: cache.pin(keys),
-            "import_blocks": lambda: cache.import_blocks(keys, [bytes(cache.layout.block_bytes)]),
-            "reserve": lambda: cache.reserve([7, 8, 9]),
-            "load_targets": lambda: cache.load_targets(sequence),
+            "import_blocks": lambda: cache.imports.import_blocks(keys, [bytes(cache.layout.block_bytes)]),
+            "reserve": lambda: cache.imports.reserve([7, 8, 9]),
+            "load_targets": lambda: cache.imports.load_targets(sequence),
             "copy_batch_block_offsets": lambda: cache.tables.copy_batch_block_offsets(
                 np.zeros((1, 4), np.int32), sequence
             ),
@@ -186,8 +186,8 @@ def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPat
             return inner(*args)
 
         monkeypatch.setattr(owner, name, meanwhile)
-        assert cache.offload(keys) == 1
-        assert refused == [call] and cache.leases == cache.reservations == []
+        assert cache.content.offload(keys) == 1
+        assert refused == [call] and cache.leases == cache.imports.reservations == []
         cache.verify()
         cache.release(sequence)
 
@@ -212,7 +212,7 @@ def test_a_lease_that_ends_while_its_reader_waits_is_not_given(end: str, error: 
     lab = Lab(4, 2, wrap=Hooked)
     assert isinstance(lab.cache.core.device, Hooked)
     lab.seed([1, 2, 3], committed=2)
-    lab.cache.offload([1, 2, 3])
+    lab.cache.content.offload([1, 2, 3])
     lab.cache.core.device.hook = {"revoke": lambda: lab.cache.revoke("reader"), "close": lab.cache.close}[end]
     with pytest.raises(error):
         lab.cache.pin(lab.keys([1, 2, 3]), owner="reader", tier="host")
@@ -253,7 +253,7 @@ def test_a_passing_error_behind_a_copy_leaves_no_copy_that_nobody_waits_for(call
     lab.release(lab.add([11, 12, 13, 14, 15]), store=False)
     lab.sim.synchronize()
     device.copied, device.armed = False, call
-    lab.cache.prefetch([1, 2, 3])
+    lab.cache.content.prefetch([1, 2, 3])
     with pytest.raises(PoolClosed, match=f"{call} refused once"):
         lab.add([21, 22, 23, 24, 25], stream=lab.b)
     lab.cache.close()
@@ -286,7 +286,7 @@ def test_a_clock_that_fails_leaves_no_import_half_way(call: int) -> None:
         caches.append(cache)
         keys, calls[0] = cache.block_keys([1, 2, 3, 4]), 0
         with suppress(RuntimeError):
-            cache.import_blocks(keys, [bytes(cache.layout.block_bytes)] * 2)
+            cache.imports.import_blocks(keys, [bytes(cache.layout.block_bytes)] * 2)
         assert cache.stats().host.pinned == 0
         cache.verify()
         calls[0] = 100

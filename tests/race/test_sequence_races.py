@@ -51,7 +51,7 @@ def shared_drafts_copied_into_a_block_that_is_being_onboarded(lab: Lab) -> None:
     lab.release(lab.add([99]), store=False)  # evicts X for a moment
     child = fork(lab, parent)
     lab.sim.synchronize()
-    assert lab.cache.prefetch(X) == 1
+    assert lab.cache.content.prefetch(X) == 1
     lab.accept_drafts(child, 4, [3])
     assert lab.cache.stats().copied_blocks == 1
     lab.check(parent)
@@ -185,10 +185,10 @@ def another_sequence_writes(lab: Lab) -> None:
 
 def an_onboard_writes(lab: Lab) -> None:
     lab.seed([21, 22, 23], committed=2)
-    lab.cache.offload([21, 22, 23])
+    lab.cache.content.offload([21, 22, 23])
     lab.sim.synchronize()
     step(lab)
-    assert lab.cache.prefetch([21, 22, 23]) == 1
+    assert lab.cache.content.prefetch([21, 22, 23]) == 1
 
 
 def the_sequence_itself_writes_on_another_stream(lab: Lab) -> None:

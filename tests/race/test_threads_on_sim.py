@@ -85,7 +85,7 @@ class Crew:
         kind = ("pin", "retain", "prefetch", "drop")[int(random.integers(4))]
         payload = {"tokens": prompt(random), "lease_ms": int(random.integers(1, 40))}
         action = {"action_id": "1", "action_type": kind, "action_version": 1, "payload": payload}
-        (answer,) = self.lab.cache.hints({"protocol_version": 1, "message_id": "1", "actions": [action]})
+        (answer,) = self.lab.cache.content.hints({"protocol_version": 1, "message_id": "1", "actions": [action]})
         self.hinted += answer.blocks
 
     def read(self, random: np.random.Generator) -> None:
@@ -116,8 +116,8 @@ class Crew:
             for slot in range(T):
                 view[:, :, slot] = expected[i * T + slot]
             data.append(block)
-        lab.cache.import_blocks(keys, data)
-        lab.cache.prefetch(keys) if random.random() < 0.5 else lab.cache.offload(keys)
+        lab.cache.imports.import_blocks(keys, data)
+        lab.cache.content.prefetch(keys) if random.random() < 0.5 else lab.cache.content.offload(keys)
 
     reader: Any = None
 

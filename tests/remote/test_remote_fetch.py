@@ -72,7 +72,7 @@ def test_blocks_of_the_device_tier_are_not_served(make: Make) -> None:
         tokens = list(range(17))
         there.seed(tokens)
         assert client.fetch(tokens) == 0
-        there.cache.offload(there.prompt(tokens))
+        there.cache.content.offload(there.prompt(tokens))
         assert client.fetch(tokens) == 4
 
 

@@ -52,7 +52,7 @@ def encoder(engine: GroupsEngine) -> dict[str, int]:
 def stored(engine: GroupsEngine, tokens: Sequence[int] = TOKENS) -> None:
     """Have a prompt's blocks on the host, in all groups."""
     engine.seed(tokens, **encoder(engine))
-    engine.cache.offload(engine.prompt(tokens))
+    engine.cache.content.offload(engine.prompt(tokens))
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def test_the_next_request_reuses_what_every_group_has_there(
 def test_a_group_gets_what_the_prefix_needs_of_it_and_no_more(open_: Open) -> None:
     with pair(open_, KINDS["all kinds"]) as (there, here, server, client):
         assert client.fetch(TOKENS) == 3 + 8 + 1
-    cached = here.cache.cached_blocks(here.prompt(TOKENS), tier="host")
+    cached = here.cache.content.cached_blocks(here.prompt(TOKENS), tier="host")
     assert [np.flatnonzero(of_group).tolist() for of_group in cached] == [[], [0, 6, 7], [*range(8)], [7]]
 
 
@@ -108,17 +108,17 @@ def test_what_is_here_already_is_not_fetched_again(open_: Open) -> None:
 
 def test_the_prefix_ends_where_one_group_lacks_something_on_both_sides(open_: Open) -> None:
     with pair(open_, [FULL, STATES]) as (there, here, server, client):
-        there.cache.forget(there.prompt(TOKENS).keys[7:])
+        there.cache.content.forget(there.prompt(TOKENS).keys[7:])
         assert there.reusable(TOKENS) == 24  # the last snapshot before
         assert client.fetch(TOKENS) == 6 + 1
-        there.cache.forget(there.prompt(TOKENS))
+        there.cache.content.forget(there.prompt(TOKENS))
         assert client.fetch(list(range(500, 530))) == 0
     assert here.add(TOKENS).cached == 24
 
 
 def test_nothing_is_asked_for_that_would_gain_nothing(open_: Open) -> None:
     with pair(open_, [FULL, STATES]) as (there, here, server, client):
-        there.cache.forget(there.prompt(TOKENS).keys[[1, 3, 5, 7]])  # all states, and blocks of the other group
+        there.cache.content.forget(there.prompt(TOKENS).keys[[1, 3, 5, 7]])  # all states, and blocks of the other group
         assert client.fetch(TOKENS) == 0 and client.fetch(here.cache.block_keys(TOKENS, reuse=False)) == 0
         until(lambda: server.stats().questions == 1, "count of questions")
         assert server.stats().requests == 0
@@ -129,11 +129,11 @@ def test_blocks_that_go_between_question_and_request_end_the_fetch(
 ) -> None:
     there, here = worker(open_, [FULL, WINDOWED]), worker(open_, [FULL, WINDOWED])
     stored(there)
-    lacking = here.cache.missing_blocks
+    lacking = here.cache.content.missing_blocks
 
     def late(*args: Any) -> Any:
         missing = lacking(*args)
-        there.cache.forget(there.prompt(TOKENS).keys[2:])
+        there.cache.content.forget(there.prompt(TOKENS).keys[2:])
         return missing
 
     monkeypatch.setattr(here.cache, "missing_blocks", late)
@@ -210,7 +210,7 @@ def test_a_question_is_answered_for_each_group(open_: Open) -> None:
         assert answer.message == Found(1)
         [bits] = answer.frames
         cached = np.unpackbits(np.frombuffer(bits, np.uint8), count=44).reshape(4, 11)
-        assert (cached == there.cache.cached_blocks(keys, tier="host")).all() and cached[1:].any(axis=1).all()
+        assert (cached == there.cache.content.cached_blocks(keys, tier="host")).all() and cached[1:].any(axis=1).all()
         many = np.zeros((BLOCKS_MAX, 2), np.uint64)
         many[::2] = keys[0]
         raw.send(Find(2), many.tobytes())

@@ -87,7 +87,7 @@ def overwrite(engine: Engine) -> int:
     """Let the scheduler go on with other prompts, and offload them; how many host blocks they took."""
     other = list(range(7000, 7000 + BLOCKS * engine.T + 1))
     engine.seed(other)
-    return engine.cache.offload(engine.prompt(other))
+    return engine.cache.content.offload(engine.prompt(other))
 
 
 def test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on(make: Make) -> None:

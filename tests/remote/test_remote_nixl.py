@@ -118,7 +118,7 @@ from kvpool.remote import BlockClient, BlockServer
 from kvpool.remote.nixl import NixlClient, NixlServer
 engine = open_engine(4, 16, 32, layout={LARGE!r}, secret={SECRET!r})
 engine.seed({its!r})
-engine.cache.offload(engine.prompt({its!r}))
+engine.cache.content.offload(engine.prompt({its!r}))
 with BlockServer(engine.cache, transport=NixlServer()) as server:
     print(server.endpoint, flush=True)
     with BlockClient(sys.argv[1], engine.cache, transport=NixlClient()) as client:

@@ -40,7 +40,7 @@ def stored(engine: Engine, count: int, start: int = 0, **names: Any) -> list[int
     """The tokens of a prompt whose ``count`` full blocks are on the host now."""
     tokens = list(range(start, start + count * engine.T + 1))
     engine.seed(tokens, **names)
-    assert engine.cache.offload(engine.prompt(tokens, **names)) == count
+    assert engine.cache.content.offload(engine.prompt(tokens, **names)) == count
     return tokens
 
 

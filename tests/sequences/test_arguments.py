@@ -46,7 +46,7 @@ class Busy(NamedTuple):
 def busy() -> Iterator[Busy]:
     engine, stranger = open_engine(4, 16, 8, event_capacity=64, max_sequences=4), open_engine(4, 4, 0)
     engine.seed(range(9), committed=9)
-    engine.cache.offload(list(range(8)))
+    engine.cache.content.offload(list(range(8)))
     live, other, gone = engine.add(range(100, 106)), engine.add([7]), engine.add([8])
     engine.release(gone)
     lease = engine.cache.pin(engine.prompt(range(8)).keys, owner="reader")
@@ -335,7 +335,7 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "copy_batch_block_offsets": lambda cache, ids: cache.tables.copy_batch_block_offsets(
         np.zeros((4, 16), np.int32), ids
     ),
-    "load_targets": lambda cache, ids: cache.load_targets(ids),
+    "load_targets": lambda cache, ids: cache.imports.load_targets(ids),
     "fork": lambda cache, ids: cache.fork(ids),
     "reorder": lambda cache, ids: cache.reorder(ids, [0] * np.size(ids)),
     "swap_out": lambda cache, ids: cache.swap_out(ids),
@@ -485,7 +485,12 @@ def test_bad_keys_are_refused(busy: Busy, bad: Any) -> None:
         np.zeros((1, 1, 2), np.uint64),
     ):
         refused(busy.cache, lambda keys=keys: busy.cache.pin(keys), ValueError, r"keys.*\(1, ")
-        refused(busy.cache, lambda keys=keys: busy.cache.offload(keys), (TypeError, ValueError), "keys|tokens|prompt")
+        refused(
+            busy.cache,
+            lambda keys=keys: busy.cache.content.offload(keys),
+            (TypeError, ValueError),
+            "keys|tokens|prompt",
+        )
 
 
 def test_pins_of_what_is_not_there_are_refused(busy: Busy) -> None:
@@ -529,8 +534,8 @@ STREAM_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "rewind": lambda busy, stream: busy.cache.rewind(busy.live, [1], stream=stream),
     "keep": lambda busy, stream: busy.cache.accept_drafts(busy.live, [0], [], stream=stream),
     "release": lambda busy, stream: busy.cache.release(busy.live, stream=stream),
-    "reserve": lambda busy, stream: busy.cache.reserve([1], stream=stream),
-    "load_targets": lambda busy, stream: busy.cache.load_targets(busy.live, stream=stream),
+    "reserve": lambda busy, stream: busy.cache.imports.reserve([1], stream=stream),
+    "load_targets": lambda busy, stream: busy.cache.imports.load_targets(busy.live, stream=stream),
     "block_table": lambda busy, stream: busy.cache.block_table(busy.live, stream=stream),
     "copy_batch_block_offsets": lambda busy, stream: busy.cache.tables.copy_batch_block_offsets(
         np.zeros((1, 16), np.int32), busy.live, stream=stream
@@ -547,7 +552,9 @@ def test_bad_streams_are_refused(busy: Busy, call: str) -> None:
 
 def test_other_bad_arguments_are_refused(busy: Busy) -> None:
     for bad in (-1, 2**63, 1.5, True, "x"):
-        refused(busy.cache, lambda bad=bad: busy.cache.refresh(bad), (TypeError, ValueError), f"now_ms: .*{bad!r}")
+        refused(
+            busy.cache, lambda bad=bad: busy.cache.content.refresh(bad), (TypeError, ValueError), f"now_ms: .*{bad!r}"
+        )
     for bad in ("no", None, 0, [1]):
         refused(busy.cache, lambda bad=bad: busy.cache.reset(force=bad), TypeError, "force: .*")
         refused(busy.cache, lambda bad=bad: busy.cache.release(busy.live, store=bad), TypeError, "store: .*")
@@ -568,7 +575,7 @@ def test_everything_but_stats_and_close_is_refused_by_a_closed_pool(busy: Busy) 
         lambda: cache.pin_blocks(0),
         lambda: cache.find_and_pin_host(key[0]),
         lambda: cache.revoke("reader"),
-        cache.refresh,
+        cache.content.refresh,
         cache.events,
         cache.verify,
         cache.reset,

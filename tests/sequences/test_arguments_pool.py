@@ -148,7 +148,7 @@ def test_a_clock_that_is_none_is_refused(clock: Any) -> None:
 @pytest.mark.parametrize("value", [1.5, "x", None, 2**63])
 def test_a_clock_of_other_than_milliseconds_changes_nothing(value: Any) -> None:
     cache = made(clock=lambda: value)
-    for call in (lambda: cache.add_sequence([1]), cache.refresh, cache.reset):
+    for call in (lambda: cache.add_sequence([1]), cache.content.refresh, cache.reset):
         refused(cache, call, (TypeError, ValueError, OverflowError), "")
 
 
@@ -182,11 +182,11 @@ def random_call(engine: Engine, rng: random.Random, ids: list[int]) -> Callable[
             lambda: cache.tables.copy_batch_block_offsets(
                 np.zeros((3, 7), np.int32), some, max_blocks=rng.choice([None, 2])
             ),
-            lambda: cache.prefetch(prompts[0]),
-            lambda: cache.offload(prompts[0]),
+            lambda: cache.content.prefetch(prompts[0]),
+            lambda: cache.content.offload(prompts[0]),
             lambda: cache.pin(keys, tier=rng.choice([None, "host", "device"])).close(),
             lambda: cache.pin_blocks([rng.randint(0, 9), rng.randint(-1, 12)]).close(),
-            lambda: cache.refresh(rng.choice([None, -1])),
+            lambda: cache.content.refresh(rng.choice([None, -1])),
             lambda: cache.reset(force=rng.random() < 0.1),
         ]
     )

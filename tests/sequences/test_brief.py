@@ -49,7 +49,7 @@ def test_small_calls_keep_the_lock_of_the_interpreter_and_large_ones_give_it_awa
         cache.resume(b)
         cache.commit(a)
         cache.commit(b)
-        cache.offload([9, 8, 7, 6])
+        cache.content.offload([9, 8, 7, 6])
         cache.release([a, b])
     expected = [("admit", True), ("admit", False), ("commit", False), ("commit", True)]
     assert [call for call in calls if call[0] != "copy_in_order"][:4] == expected

@@ -278,7 +278,11 @@ def test_blocks_that_are_there_are_asked_for_nothing(make: Make) -> None:
 
     cache = make().cache
     keys, there = cache.block_keys(list(range(17))), np.ones((1, 4), np.bool_)
-    assert cache.missing_blocks(keys, there.view(Lying)).tokens == cache.missing_blocks(keys, there).tokens > 0
+    assert (
+        cache.content.missing_blocks(keys, there.view(Lying)).tokens
+        == cache.content.missing_blocks(keys, there).tokens
+        > 0
+    )
 
 
 def test_a_number_that_says_it_is_an_ellipsis_is_a_number(make: Make) -> None:
@@ -376,8 +380,12 @@ def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make) -> None:
 def test_block_tables_and_a_loaders_blocks_cannot_be_made_writable(make: Make) -> None:
     cache = make().cache
     sequence = cache.add_sequence([1, 2, 3])
-    with cache.reserve(list(range(20, 25))) as reservation:
-        for array in (cache.block_table(sequence).table, reservation.blocks, cache.load_targets(sequence)[0].blocks):
+    with cache.imports.reserve(list(range(20, 25))) as reservation:
+        for array in (
+            cache.block_table(sequence).table,
+            reservation.blocks,
+            cache.imports.load_targets(sequence)[0].blocks,
+        ):
             with pytest.raises(ValueError, match="WRITEABLE"):
                 array.flags.writeable = True
 

@@ -36,7 +36,7 @@ def fill(engine: Engine, tokens: Sequence[int], tier: str, **names: Any) -> None
     engine.seed(tokens, **names, **options)
     keys = engine.prompt(tokens, **names)
     if tier != "device":
-        engine.cache.offload(keys)
+        engine.cache.content.offload(keys)
     if tier == "host":
         held = [engine.cache.add_sequence([7], **options)]
         while True:
@@ -63,21 +63,21 @@ def test_what_is_forgotten_is_found_by_nobody_and_its_blocks_are_empty(
     keys, other = engine.prompt(A, salt="leaves"), engine.prompt(B, salt="stays")
     promised, before = cache.match_prefix(other), cache.stats()
     assert cache.match_prefix(keys).tokens == 12
-    cached = int(cache.cached_blocks(keys).sum())
+    cached = int(cache.content.cached_blocks(keys).sum())
     done = {
-        "prompt": lambda: cache.forget(keys),
-        "keys": lambda: cache.forget(keys.keys),
-        "namespace": lambda: cache.forget(namespace=("leaves", None)),
+        "prompt": lambda: cache.content.forget(keys),
+        "keys": lambda: cache.content.forget(keys.keys),
+        "namespace": lambda: cache.content.forget(namespace=("leaves", None)),
     }[how]()
     after = cache.stats()
     assert done == cached > 0 and after.forgotten_by_call_blocks == done
-    assert not cache.cached_blocks(keys).any() and cache.match_prefix(keys).tokens == 0
+    assert not cache.content.cached_blocks(keys).any() and cache.match_prefix(keys).tokens == 0
     assert cache.find_and_pin_host(keys.keys[0]) is None
     assert cache.match_prefix(other) == promised
     copies = 2 * done if tier == "both" else done
     assert after.device.empty + after.host.empty == before.device.empty + before.host.empty + copies
     assert after.device.evictable + after.host.evictable == before.device.evictable + before.host.evictable - copies
-    assert cache.forget(keys) == cache.forget(namespace=("leaves", None)) == 0
+    assert cache.content.forget(keys) == cache.content.forget(namespace=("leaves", None)) == 0
 
 
 def test_other_namespaces_and_other_prompts_stay(make: Make) -> None:
@@ -85,12 +85,12 @@ def test_other_namespaces_and_other_prompts_stay(make: Make) -> None:
     names: list[dict[str, Any]] = [{}, {"salt": "A"}, {"salt": "A", "adapter_id": 1}, {"salt": b"A"}, {"adapter_id": 1}]
     for namespace in names:
         engine.seed(A, **namespace)
-    assert engine.cache.forget(namespace=("A", 1)) == 3
+    assert engine.cache.content.forget(namespace=("A", 1)) == 3
     assert [engine.reusable(A, **namespace) for namespace in names] == [12, 12, 0, 12, 12]
-    assert engine.cache.forget(namespace=(None, None)) == 3
+    assert engine.cache.content.forget(namespace=(None, None)) == 3
     assert [engine.reusable(A, **namespace) for namespace in names] == [0, 12, 0, 12, 12]
-    assert engine.cache.forget(engine.prompt(A)) == 0
-    assert engine.cache.forget(engine.prompt(A[:4], salt="A")) == 1
+    assert engine.cache.content.forget(engine.prompt(A)) == 0
+    assert engine.cache.content.forget(engine.prompt(A[:4], salt="A")) == 1
     assert engine.reusable(A, salt="A") == 0, "the second block is not found without the first"
     engine.seed(A[:5], salt="A")
     assert engine.reusable(A, salt="A") == 12, "and is when that comes back"
@@ -101,9 +101,11 @@ def test_the_stored_tail_of_a_prompt_goes_with_it(make: Make) -> None:
     engine.seed(A[:8])  # one full block, and a tail of three tokens
     engine.seed([*A[:4], 77, 78, 79])
     assert engine.reusable(A) == 7
-    assert engine.cache.forget(engine.prompt([*A[:4], 77])) == 1, "the block; the tail has more tokens than the prompt"
+    assert engine.cache.content.forget(engine.prompt([*A[:4], 77])) == 1, (
+        "the block; the tail has more tokens than the prompt"
+    )
     engine.seed(A[:5])
-    assert engine.reusable(A) == 7 and engine.cache.forget(engine.prompt(A[:7])) == 2
+    assert engine.reusable(A) == 7 and engine.cache.content.forget(engine.prompt(A[:7])) == 2
     engine.seed(A[:5])
     assert engine.reusable(A) == 4
 
@@ -118,7 +120,9 @@ def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: 
         engine.cache.add_sequence(engine.cache.block_keys(A, salt="A", reuse=False)), A, salt="A"
     )  # computes the same content again: its blocks wait to be published
     engine.commit(fresh)
-    engine.cache.forget(engine.prompt(A, salt="A")) if how == "prompt" else engine.cache.forget(namespace=("A", None))
+    engine.cache.content.forget(engine.prompt(A, salt="A")) if how == "prompt" else engine.cache.content.forget(
+        namespace=("A", None)
+    )
     assert engine.reusable(A, salt="A") == 0 and not engine.cached()
     engine.append(first, [1, 2, 3, 4, 5, 6, 7])
     for sequence in (first, twin, fresh):
@@ -134,7 +138,7 @@ def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: 
 def test_a_fork_of_a_withdrawn_sequence_publishes_nothing_either(make: Make) -> None:
     engine = make(T=4, P=16)
     first = engine.add(A, salt="A")
-    engine.cache.forget(namespace=("A", None))
+    engine.cache.content.forget(namespace=("A", None))
     (two,) = engine.fork(first)
     engine.append(two, [5, 5, 5, 5])
     engine.reorder([first, two], [1, 1])
@@ -145,8 +149,8 @@ def test_a_fork_of_a_withdrawn_sequence_publishes_nothing_either(make: Make) -> 
 
 def test_a_reservation_of_the_namespace_publishes_nothing(make: Make) -> None:
     engine = make(T=4, P=16)
-    with engine.cache.reserve(engine.prompt(A, salt="A")) as reservation:
-        assert engine.cache.forget(namespace=("A", None)) == 0
+    with engine.cache.imports.reserve(engine.prompt(A, salt="A")) as reservation:
+        assert engine.cache.content.forget(namespace=("A", None)) == 0
         reservation.commit()
     assert not engine.cached() and engine.free() == 16
 
@@ -155,7 +159,7 @@ def test_forgetting_is_reported(make: Make) -> None:
     engine = make(T=4, P=8, S=8, event_capacity=100)
     fill(engine, A, "both")
     engine.cache.events()
-    assert engine.cache.forget(engine.prompt(A)) == 3
+    assert engine.cache.content.forget(engine.prompt(A)) == 3
     removed = [(event.kind, event.tier, len(event.keys)) for event in engine.cache.events() if event.kind == "removed"]
     assert sorted(removed) == [("removed", "device", 1)] * 3 + [("removed", "host", 1)] * 3
 
@@ -183,22 +187,22 @@ def test_wrong_arguments_of_forget_are_named_and_change_nothing(
     engine.seed(A[:5])
     before = debug.dump(engine.cache.core.tokens)
     with pytest.raises(error, match=reason):
-        engine.cache.forget(**arguments)
+        engine.cache.content.forget(**arguments)
     assert debug.dump(engine.cache.core.tokens) == before
 
 
 def test_keys_of_another_pool_are_refused_and_closed_pools_say_so(make: Make) -> None:
     engine, other = make(), make()
     with pytest.raises(ValueError, match="another secret"):
-        engine.cache.forget(other.prompt(A))
+        engine.cache.content.forget(other.prompt(A))
     with pytest.raises(ValueError, match="another secret"):
-        engine.cache.set_priority(other.prompt(A), 5)
+        engine.cache.content.set_priority(other.prompt(A), 5)
     engine.cache.close()
     for call in (
-        lambda: engine.cache.forget(namespace=("A", None)),
-        lambda: engine.cache.forget(bytes(16)[None:] and [bytes(16)]),
-        lambda: engine.cache.set_priority([bytes(16)], 5),
-        lambda: engine.cache.cached_blocks([bytes(16)]),
+        lambda: engine.cache.content.forget(namespace=("A", None)),
+        lambda: engine.cache.content.forget(bytes(16)[None:] and [bytes(16)]),
+        lambda: engine.cache.content.set_priority([bytes(16)], 5),
+        lambda: engine.cache.content.cached_blocks([bytes(16)]),
     ):
         with pytest.raises(PoolClosed):
             call()
@@ -211,7 +215,7 @@ def test_an_emptied_block_is_not_written_before_its_last_reader_has_run(without:
     first = lab.add([1, 2, 3, 4])
     lab.commit(first)
     lab.release(first)
-    assert lab.cache.forget(lab.prompt([1, 2, 3, 4])) == 2
+    assert lab.cache.content.forget(lab.prompt([1, 2, 3, 4])) == 2
     with lab.on(lab.b):
         second = lab.add([5, 6, 7, 8])
     lab.release(second)
@@ -228,19 +232,19 @@ def test_the_time_of_a_priority_begins_now_or_at_release(make: Make) -> None:
     running = engine.add(B)
     engine.commit(running)
     engine.clock.now = 100
-    assert engine.cache.set_priority(engine.prompt(A), 80, ttl_ms=50) == 3
-    assert engine.cache.set_priority(engine.prompt(B), 90, ttl_ms=50) == 3
+    assert engine.cache.content.set_priority(engine.prompt(A), 80, ttl_ms=50) == 3
+    assert engine.cache.content.set_priority(engine.prompt(B), 90, ttl_ms=50) == 3
     engine.clock.now = 149
-    assert engine.cache.refresh() == 0
+    assert engine.cache.content.refresh() == 0
     engine.release(running)
     engine.clock.now = 150
-    assert engine.cache.refresh() == 3
+    assert engine.cache.content.refresh() == 3
     engine.clock.now = 199
-    assert engine.cache.refresh() == 3
-    assert engine.cache.set_priority(engine.prompt(A), 80, ttl_ms=50) == 3
-    assert engine.cache.set_priority(engine.prompt(A), 80) == 3, "for ever"
+    assert engine.cache.content.refresh() == 3
+    assert engine.cache.content.set_priority(engine.prompt(A), 80, ttl_ms=50) == 3
+    assert engine.cache.content.set_priority(engine.prompt(A), 80) == 3, "for ever"
     engine.clock.now = 1000
-    assert engine.cache.refresh() == 0
+    assert engine.cache.content.refresh() == 0
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,7 @@ def test_wrong_priorities_are_refused(make: Make, arguments: tuple[Any, ...], er
     engine = make()
     ttl = {"ttl_ms": arguments[1]} if len(arguments) > 1 else {}
     with pytest.raises(error, match="priority" if not ttl else "ttl_ms"):
-        engine.cache.set_priority(A, arguments[0], **ttl)
+        engine.cache.content.set_priority(A, arguments[0], **ttl)
 
 
 # -- requests that reuse or publish nothing ----------------------------------------------------------------------------
@@ -264,9 +268,14 @@ def test_a_request_that_reuses_nothing_computes_all_and_leaves_it_to_others(
     engine = open_(*({"host_blocks": 6} | kind for kind in kinds))
     cache, options = engine.cache, encoder(engine)
     engine.seed(A, **options)
-    engine.cache.offload(engine.prompt(A))
+    engine.cache.content.offload(engine.prompt(A))
     before, fresh = cache.stats(), cache.block_keys(A, reuse=False)
-    assert cache.match_prefix(fresh).tokens == 0 and cache.prefetch(fresh) == 0 and not fresh.reuse and fresh.publish
+    assert (
+        cache.match_prefix(fresh).tokens == 0
+        and cache.content.prefetch(fresh) == 0
+        and not fresh.reuse
+        and fresh.publish
+    )
     if not options:
         needs = [cache.blocks_needed(fresh, **engine.named(side.index)) for side in engine.sides]
         assert needs == [cache.blocks_needed(list(range(500, 513)), **engine.named(s.index)) for s in engine.sides]
@@ -277,7 +286,7 @@ def test_a_request_that_reuses_nothing_computes_all_and_leaves_it_to_others(
     assert after.bypassed_tokens - before.bypassed_tokens == 13
     for name in ("prompt_tokens", "missed_blocks", "reused_device_tokens", "reused_host_tokens", "partial_tokens"):
         assert getattr(after, name) == getattr(before, name), name
-    engine.cache.forget(engine.prompt(A))
+    engine.cache.content.forget(engine.prompt(A))
     engine.finish(engine.admitted(cache.add_sequence(fresh, **options), A, **options))
     assert engine.reusable(A) == 12, "what it computed is cached"
 
@@ -303,19 +312,19 @@ def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
     prompt = list(range(25))
     engine.seed(prompt[:9])
     there = np.ones((3, 6), np.bool_)
-    tokens, blocks = engine.cache.missing_blocks(prompt, there)
+    tokens, blocks = engine.cache.content.missing_blocks(prompt, there)
     assert tokens == 24 and [group_blocks.tolist() for group_blocks in blocks] == [[2, 3, 4, 5], [4, 5], [5]]
     there[2, 5] = False
-    tokens, blocks = engine.cache.missing_blocks(prompt, there)
+    tokens, blocks = engine.cache.content.missing_blocks(prompt, there)
     assert tokens == 20 and [group_blocks.tolist() for group_blocks in blocks] == [[2, 3, 4], [3, 4], [4]]
-    assert engine.cache.missing_blocks(prompt, ~np.ones((3, 6), np.bool_)).tokens == 8
+    assert engine.cache.content.missing_blocks(prompt, ~np.ones((3, 6), np.bool_)).tokens == 8
     assert all(
         len(group_blocks) == 0
-        for group_blocks in engine.cache.missing_blocks(prompt, np.zeros((3, 6), np.bool_)).blocks
+        for group_blocks in engine.cache.content.missing_blocks(prompt, np.zeros((3, 6), np.bool_)).blocks
     )
     for wrong in (there[:2], there.astype(np.int8), [[True]], "x"):
         with pytest.raises((TypeError, ValueError), match="there"):
-            engine.cache.missing_blocks(prompt, wrong)
+            engine.cache.content.missing_blocks(prompt, wrong)
 
 
 def test_names_are_public() -> None:

@@ -218,7 +218,7 @@ def test_all_other_calls_are_refused_by_name_and_change_nothing() -> None:
 def test_calls_of_other_objects_are_refused_too() -> None:
     desk = Desk("cpu")
     desk.ready()
-    cache, loads, export = desk.cache, desk.cache.layer_loads(), desk.cache.memory.export("host")
+    cache, loads, export = desk.cache, desk.cache.imports.layer_loads(), desk.cache.memory.export("host")
     before = picture(cache)
     for call, name in (
         (desk.reservation.commit, "commit"),
@@ -303,7 +303,7 @@ def on_the_host() -> tuple[Rig, Any]:
     """A pool that has two blocks on the host alone."""
     rig = Rig(3, 4)
     rig.seed(range(8), committed=8)
-    rig.cache.offload(list(range(8)))
+    rig.cache.content.offload(list(range(8)))
     rig.release(rig.add(range(50, 62)), store=False)
     return rig, rig.prompt(range(8)).keys
 
@@ -434,7 +434,7 @@ def test_a_destructor_in_a_block_may_close_a_lease_and_is_refused_what_waits(
     learn = names.learn
 
     def act() -> None:
-        for call in (cache.stats, lambda: cache.pin(desk.known), cache.close, lambda: cache.reserve([1])):
+        for call in (cache.stats, lambda: cache.pin(desk.known), cache.close, lambda: cache.imports.reserve([1])):
             with pytest.raises(RuntimeError, match="exclusive") as refused:
                 call()
             raised.append(str(refused.value))

@@ -27,7 +27,7 @@ def stored(engine: Engine, prompt: Any, **more: Any) -> None:
 def test_what_is_cached_and_what_was_never_seen(make: Make) -> None:
     engine = make(P=8, S=8, T=4)
     stored(engine, A)
-    explained = engine.cache.explain([*A[:10], *B])
+    explained = engine.cache.content.explain([*A[:10], *B])
     assert explained[:4] == (27, 8, 0, 2)
     assert explained.missed == (Missed(10, 14, "never_seen"), Missed(24, 3, "always_computed"))
 
@@ -39,7 +39,7 @@ def test_what_was_evicted_and_when(make: Make, policy: str) -> None:
     engine.clock.now += 30
     stored(engine, B)
     engine.clock.now += 20
-    gone = [missed for missed in engine.cache.explain(A).missed if missed.reason == "evicted"]
+    gone = [missed for missed in engine.cache.content.explain(A).missed if missed.reason == "evicted"]
     assert gone and all(missed.ago_ms == 20 for missed in gone)
 
 
@@ -47,27 +47,27 @@ def test_what_a_call_forgot_and_what_expired(make: Make) -> None:
     engine = make(P=5, T=4)
     stored(engine, A, retention=[(0, None, 80, 10)])
     engine.clock.now += 11
-    engine.cache.refresh()
+    engine.cache.content.refresh()
     stored(engine, B)
-    assert "expired" in [missed.reason for missed in engine.cache.explain(A).missed]
-    engine.cache.forget(B)
-    assert engine.cache.explain(B).missed[0] == Missed(0, 16, "forgotten", 0)
+    assert "expired" in [missed.reason for missed in engine.cache.content.explain(A).missed]
+    engine.cache.content.forget(B)
+    assert engine.cache.content.explain(B).missed[0] == Missed(0, 16, "forgotten", 0)
 
 
 def test_another_namespace_a_hole_and_a_prompt_that_reuses_nothing(make: Make) -> None:
     engine = make(P=8, T=4, event_capacity=64)
     stored(engine, engine.cache.block_keys(A, salt="tenant"))
-    assert engine.cache.explain(A).missed[0] == Missed(0, 16, "other_namespace")
+    assert engine.cache.content.explain(A).missed[0] == Missed(0, 16, "other_namespace")
     stored(engine, A)
     keys = engine.cache.block_keys(A)
-    engine.cache.forget(keys.keys[:1])
-    assert [missed.reason for missed in engine.cache.explain(A).missed] == [
+    engine.cache.content.forget(keys.keys[:1])
+    assert [missed.reason for missed in engine.cache.content.explain(A).missed] == [
         "forgotten",
         "after_miss",
         "always_computed",
     ]
-    assert engine.cache.explain(engine.cache.block_keys(A, reuse=False)).missed == (Missed(0, 17, "bypassed"),)
-    assert "tenant" not in str(engine.cache.explain(A))
+    assert engine.cache.content.explain(engine.cache.block_keys(A, reuse=False)).missed == (Missed(0, 17, "bypassed"),)
+    assert "tenant" not in str(engine.cache.content.explain(A))
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -76,14 +76,14 @@ def test_what_a_bounded_memory_has_lost_is_not_called_unseen(make: Make, rows: i
     for start in range(0, 500, 100):
         stored(engine, list(range(start, start + 17)))
     assert engine.cache.core.states.ring.gone.nbytes == 16 * rows
-    assert engine.cache.explain(A).missed[0] == Missed(0, 16, "unknown")
+    assert engine.cache.content.explain(A).missed[0] == Missed(0, 16, "unknown")
 
 
 def test_after_a_reset_nothing_is_called_unseen(make: Make) -> None:
     engine = make(P=8, T=4)
     stored(engine, A)
     engine.cache.reset()
-    assert engine.cache.explain(A).missed[0].reason == "unknown"
+    assert engine.cache.content.explain(A).missed[0].reason == "unknown"
 
 
 def test_a_window_needs_only_what_the_next_token_sees() -> None:
@@ -93,9 +93,9 @@ def test_a_window_needs_only_what_the_next_token_sees() -> None:
         sequence = cache.add_sequence(np.array(A))
         cache.commit(sequence)
         cache.release(sequence)
-        assert cache.explain(A).missed == (Missed(16, 1, "always_computed"),)
-        cache.forget(cache.block_keys(A).keys[2:3])
-        assert [missed.reason for missed in cache.explain(A).missed][0] == "forgotten"
+        assert cache.content.explain(A).missed == (Missed(16, 1, "always_computed"),)
+        cache.content.forget(cache.block_keys(A).keys[2:3])
+        assert [missed.reason for missed in cache.content.explain(A).missed][0] == "forgotten"
 
 
 # ----------------------------------------

@@ -124,7 +124,7 @@ def test_a_rewind_into_shared_blocks_leaves_them_to_the_others(make: Make, commi
 def test_arguments_of_forks_are_checked_before_anything_changes(make: Make) -> None:
     engine = make(max_sequences=4)
     a, b = beams(engine, [*range(6)], 2)
-    reservation = engine.cache.reserve([50, 51])
+    reservation = engine.cache.imports.reserve([50, 51])
     before = debug.dump(engine.cache.core.tokens)
     refused: list[tuple[Any, type[Exception], str]] = [
         (lambda: engine.cache.fork(a.id, -1), ValueError, "n"),
@@ -234,7 +234,7 @@ def test_decoded_blocks_of_a_fork_have_the_retention_of_its_parents(make: Make) 
     engine.append(other, [3, 4, 5])
     assert [engine.priorities(request)[1] for request in (kept, other)] == [5, 80]
     engine.finish(engine.append(fork, [5, 6, 7, 8]))
-    assert engine.cache.refresh(9) == 0 and engine.cache.refresh(10) == 1
+    assert engine.cache.content.refresh(9) == 0 and engine.cache.content.refresh(10) == 1
 
 
 # ----------------------------------------

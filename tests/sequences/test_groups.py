@@ -189,7 +189,7 @@ def test_by_default_a_row_has_room_for_all_that_the_device_has_of_an_encoder(ope
 def test_an_encoder_that_fits_on_the_device_but_into_no_row_is_refused_by_its_bound(open_: Open) -> None:
     engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=16)
     before = everything(engine)
-    for call in (engine.cache.add_sequence, engine.cache.reserve):
+    for call in (engine.cache.add_sequence, engine.cache.imports.reserve):
         with pytest.raises(ValueError, match="encoder_tokens=17 passes max_sequence_tokens=16"):
             call(A[:6], encoder_tokens=17)
     with pytest.raises(ValueError, match="encoder_tokens=99 passes max_sequence_tokens=16"):
@@ -558,7 +558,7 @@ def test_a_duplicate_that_its_window_has_passed_is_not_published(make: Make) -> 
 def test_what_is_cached_after_a_gap_is_not_claimed(make: Make) -> None:
     engine = make(P=12, window=8)
     engine.seed(A[:24], committed=24)
-    engine.cache.forget(engine.prompt(A[:24]).keys[4:5])
+    engine.cache.content.forget(engine.prompt(A[:24]).keys[4:5])
     planned = engine.cache.plan_batch([A[:25]])
     engine.cache.verify()
     assert planned.admitted == 1 and engine.add(A[:25]).cached == 16

@@ -96,7 +96,7 @@ def test_keys_in_the_place_of_tokens_or_of_a_key_are_refused_by_name(make: Make)
     with pytest.raises(TypeError, match="tokens: expected integers, got"):
         keys.extend(keys)
     with pytest.raises(TypeError, match=r"key: expected 16 bytes"):
-        cache.forget([keys])
+        cache.content.forget([keys])
     cache.release(sequence)
 
 

@@ -26,7 +26,7 @@ def hold_all(pool: kvpool.KVCacheManager) -> tuple[object, ...]:
     pool.commit(first)
     pool.swap_out(second)
     keys = pool.block_keys([1, 2, 3, 4])
-    return pool.pin(keys, owner="reader"), pool.reserve([9], owner="loader")
+    return pool.pin(keys, owner="reader"), pool.imports.reserve([9], owner="loader")
 
 
 HELD = r"while it held 2 sequences, 1 lease, 1 reservation"

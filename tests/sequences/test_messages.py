@@ -144,7 +144,7 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: at.pool.block_keys([1, 2])[1:],
     lambda at: at.pool.block_keys([1, 2]).extend([-1]),
     lambda at: at.pool.blocks_needed(),
-    lambda at: at.pool.forget(prompt=[1], namespace=("a", None)),
+    lambda at: at.pool.content.forget(prompt=[1], namespace=("a", None)),
     # sequences
     lambda at: at.pool.append_tokens(at.sequence, [-1]),
     lambda at: at.pool.append_tokens(at.sequence, [True]),
@@ -170,7 +170,7 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: at.pool.tables.copy_batch_block_offsets(np.zeros((1, 4)), [at.sequence]),
     lambda at: at.pool.tables.copy_batch_block_offsets(np.zeros((0, 4), np.int32), [at.sequence]),
     lambda at: at.pool.block_table(at.sequence, group=5),
-    lambda at: at.pool.layer_loads(parts=0),
+    lambda at: at.pool.imports.layer_loads(parts=0),
     # host caches
     lambda at: at.host.reserve("a"),
     lambda at: at.host.reserve([b"a", 5]),

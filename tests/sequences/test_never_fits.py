@@ -92,7 +92,7 @@ def test_pinned_and_reserved_blocks_do_not_count(make: Make) -> None:
     cache.commit(sequence)
     cache.release(sequence)
     sequence = cache.add_sequence(list(range(16)))
-    with cache.pin(keys.keys, tier="device"), cache.reserve(list(range(70, 74))):
+    with cache.pin(keys.keys, tier="device"), cache.imports.reserve(list(range(70, 74))):
         assert type(refused(cache, lambda: cache.append_tokens(sequence, [1] * 8))) is OutOfBlocks
         assert type(refused(cache, lambda: cache.append_tokens(sequence, [1] * 17))) is ValueError
     cache.append_tokens(sequence, [1] * 16)

@@ -18,7 +18,7 @@ Open = Callable[..., GroupsEngine]
 def on_the_host(engine: Engine, tokens: range) -> None:
     """Cache a prompt, on the host alone."""
     engine.seed(tokens, committed=len(tokens) // engine.T * engine.T)
-    engine.cache.offload(list(tokens))
+    engine.cache.content.offload(list(tokens))
     engine.release(engine.add(range(9000, 9000 + engine.T * engine.free())), store=False)
 
 
@@ -74,7 +74,7 @@ def test_a_running_state_is_not_waited_for(open_: Open) -> None:
 
 def test_reservations_and_failed_sequences_are_not_waited_for(make: Make) -> None:
     engine = make(P=16)
-    reservation = engine.cache.reserve(list(range(8)))
+    reservation = engine.cache.imports.reserve(list(range(8)))
     assert engine.cache.plan_batch([list(range(9))]).computing.tolist() == [-1]
     reservation.abort()
     failed = engine.add(range(100, 109))
@@ -126,7 +126,7 @@ def test_a_prompt_that_fits_exactly_waits_and_one_block_more_never_fits(make: Ma
     with pytest.raises(ValueError, match="^prompt: 21 device blocks are needed at once, of 20: it can never fit$"):
         engine.cache.add_sequence(A[: 20 * T + 1])
     with pytest.raises(ValueError, match="never"):
-        engine.cache.reserve(A[: 20 * T + 1])
+        engine.cache.imports.reserve(A[: 20 * T + 1])
     engine.release(busy)
     engine.add(A[: 20 * T])
 

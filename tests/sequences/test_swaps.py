@@ -89,7 +89,7 @@ def test_a_group_that_is_short_is_named_and_no_group_has_changed(open_: Open) ->
 def test_without_room_on_the_host_nothing_has_changed(make: Make) -> None:
     engine = make(P=8, S=3)
     engine.seed(range(100, 109))
-    engine.cache.offload(list(range(100, 108)))
+    engine.cache.content.offload(list(range(100, 108)))
     first, two = engine.commit(engine.add([*range(100, 108), 1])), engine.add(range(9))
     before = picture(engine)
     with pytest.raises(OutOfBlocks) as raised:

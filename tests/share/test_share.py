@@ -246,7 +246,7 @@ def test_a_loader_that_is_killed_leaves_the_pool_whole(spawn: Spawn) -> None:
         held = cache.add_sequence(list(range(9)))
         table = cache.block_table(held).dense()[0]
         cache.memory.device_pool[:, :, table] = 4
-        reservation = cache.reserve(list(range(100, 108)), owner="loader")
+        reservation = cache.imports.reserve(list(range(100, 108)), owner="loader")
         loader = spawn(hold)
         loader.send((cache.memory.share(), reservation.blocks, 5))
         assert loader.recv() is True
@@ -254,7 +254,9 @@ def test_a_loader_that_is_killed_leaves_the_pool_whole(spawn: Spawn) -> None:
             pass
         loader.kill()
         assert (cache.memory.device_pool[:, :, table] == 4).all()
-        assert [reservation.owner for reservation in cache.reservations] == ["loader"] and cache.revoke("loader") == 1
+        assert [reservation.owner for reservation in cache.imports.reservations] == ["loader"] and cache.revoke(
+            "loader"
+        ) == 1
         assert cache.match_prefix([*range(100, 108), 1]).tokens == 0
         cache.verify()
         cache.release(held)

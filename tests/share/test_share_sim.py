@@ -60,7 +60,7 @@ def test_a_reservation_declares_what_another_process_writes_until_it_is_committe
 ) -> None:
     lab = make_lab(P=7, seed=seed, progress=progress)
     cached(lab, X)
-    with lab.cache.reserve(lab.prompt([*X[:2], 7, 8, 9])) as reservation:
+    with lab.cache.imports.reserve(lab.prompt([*X[:2], 7, 8, 9])) as reservation:
         assert reservation.skip_prefix_n_tokens == 2
         for done in (3, 5):
             write(lab, reservation.blocks.tolist(), [*X[:2], 7, 8, 9][:done], 2)
@@ -99,7 +99,7 @@ def test_what_another_process_writes_after_the_end_is_found(
     make_lab: Make, end: Callable[[Lab, Reservation], None]
 ) -> None:
     lab = make_lab()
-    reservation = lab.cache.reserve(lab.prompt(Y), owner="loader")
+    reservation = lab.cache.imports.reserve(lab.prompt(Y), owner="loader")
     table = reservation.blocks.tolist()
     write(lab, table, Y, 0)
     end(lab, reservation)
@@ -114,7 +114,7 @@ def test_what_another_process_writes_after_its_deadline_reaches_nobody_before_th
     make_lab: Make, seed: int, progress: float
 ) -> None:
     lab = make_lab(P=7, seed=seed, progress=progress)
-    reservation = lab.cache.reserve(lab.prompt(Y), owner="loader", deadline_ms=10)
+    reservation = lab.cache.imports.reserve(lab.prompt(Y), owner="loader", deadline_ms=10)
     table = reservation.blocks.tolist()
     lab.clock.now += 10
     assert reservation.overdue
@@ -143,7 +143,7 @@ def test_tokens_that_the_pool_has_and_those_after_the_end_of_a_reserved_prompt_a
     """A block of which the pool has one token: the loader may write the other one."""
     lab = make_lab()
     cached(lab, X)
-    reservation = lab.cache.reserve(lab.prompt([X[0], 8, 9]))
+    reservation = lab.cache.imports.reserve(lab.prompt([X[0], 8, 9]))
     assert reservation.skip_prefix_n_tokens == 1
     first, last = reservation.blocks.tolist()
     pool = lab.cache.memory.device_pool
@@ -158,7 +158,7 @@ def test_tokens_that_the_pool_has_and_those_after_the_end_of_a_reserved_prompt_a
 
 def test_a_loader_that_names_its_stream_declares_itself(make_lab: Make) -> None:
     lab = make_lab()
-    with lab.cache.reserve(lab.prompt(Y), stream=lab.b) as reservation:
+    with lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b) as reservation:
         write(lab, reservation.blocks.tolist(), Y, 0)
         with pytest.raises(UndeclaredWrite):
             lab.sim.check()
@@ -166,7 +166,7 @@ def test_a_loader_that_names_its_stream_declares_itself(make_lab: Make) -> None:
 
 def test_in_a_pool_that_is_not_shared_nobody_else_writes() -> None:
     with Lab(4, 0).cache as cache:
-        reservation = cache.reserve([1, 2])
+        reservation = cache.imports.reserve([1, 2])
         cache.memory.device_pool[:, :, reservation.blocks] = 3
         with pytest.raises(UndeclaredWrite):
             cache.core.device.check()  # type: ignore[attr-defined]
@@ -176,7 +176,7 @@ def test_in_a_pool_that_is_not_shared_nobody_else_writes() -> None:
 @pytest.mark.parametrize("what", ["reads", "writes"])
 def test_a_kernel_in_a_block_that_another_process_fills_is_a_race(make_lab: Make, what: str) -> None:
     lab = make_lab()
-    reservation = lab.cache.reserve(lab.prompt(Y))
+    reservation = lab.cache.imports.reserve(lab.prompt(Y))
     rows = lab.rows(reservation.blocks.tolist(), 2, 4)
     lab.sim.launch(lab.a, lambda: None, **{what: rows})
     with pytest.raises(RaceError, match="another process"):
@@ -192,7 +192,7 @@ def test_a_kernel_in_a_block_that_another_process_fills_is_a_race(make_lab: Make
 
 def another_process_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
     cached(lab, X)
-    with lab.cache.reserve(lab.prompt(Y)) as reservation:
+    with lab.cache.imports.reserve(lab.prompt(Y)) as reservation:
         write(lab, reservation.blocks.tolist(), Y, 0)
         reservation.commit()
     assert lab.cache.stats().offloaded_blocks == 1
@@ -201,7 +201,7 @@ def another_process_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
 
 def another_process_after_tokens_that_are_being_copied(lab: Lab) -> None:
     cached(lab, X)
-    with lab.cache.reserve(lab.prompt([X[0], 9])) as reservation:
+    with lab.cache.imports.reserve(lab.prompt([X[0], 9])) as reservation:
         assert reservation.skip_prefix_n_tokens == 1
         write(lab, reservation.blocks.tolist(), [X[0], 9], 1)
         reservation.commit()
@@ -237,7 +237,7 @@ def test_what_is_written_while_the_device_compares_is_not_taken_for_undeclared(
 ) -> None:
     """Between two looks of the device at one block."""
     lab = make_lab(P=8)
-    reservation = lab.cache.reserve(lab.prompt(Y))
+    reservation = lab.cache.imports.reserve(lab.prompt(Y))
     block, other = int(reservation.blocks[0]), lab.add([40, 41])
     compare, values = Shadow.differences, iter(range(1, 1000))
 
@@ -264,7 +264,7 @@ def test_every_group_declares_what_its_loader_writes() -> None:
         KVCacheManager(groups=groups, device_blocks=[12, 12, 8, 4], **options) as cache,
         attach(cache.memory.share()) as there,
     ):
-        reservation = cache.reserve(tokens, encoder_tokens=7)
+        reservation = cache.imports.reserve(tokens, encoder_tokens=7)
         for group, layouts in enumerate(there.layouts):
             slots = reservation.slot_mapping_of(group)
             for layout, pool in zip(layouts, there.pools[group], strict=True):

@@ -211,7 +211,7 @@ def test_a_conversation_without_its_end_still_goes_when_it_is_the_oldest() -> No
     with talks(100) as opened:
         opened.turn("old", 40, at=1)
         opened.turn("new", 50, at=2, returns_in_ms=100)
-        opened.cache.forget(opened.cache.block_keys(opened.texts["old"]).keys[-1:])
+        opened.cache.content.forget(opened.cache.block_keys(opened.texts["old"]).keys[-1:])
         opened.fill(40)
         assert opened.cached("new") == 50 and opened.cached("old") < 20
 
@@ -381,7 +381,7 @@ def served(policy: str) -> tuple[int, str | None]:
             cache.release(admitted.ids)
             text += [1000 + turn] * 4 if len(text) < 60 else []
         cache.verify()
-        evicted = {missed.reason for text in texts for missed in cache.explain(text).missed}
+        evicted = {missed.reason for text in texts for missed in cache.content.explain(text).missed}
         assert "evicted" in evicted
         return hits, cache.core.config.settings.policy
 

@@ -50,10 +50,10 @@ class Tenants:
         return tokens
 
     def cached(self, tokens: list[int], salt: str | None = None, tier: str | None = None) -> int:
-        return int(self.cache.cached_blocks(self.cache.block_keys(tokens, salt=salt), tier=tier).sum())
+        return int(self.cache.content.cached_blocks(self.cache.block_keys(tokens, salt=salt), tier=tier).sum())
 
     def hint(self, kind: str, salt: str | None = None, **payload: Any) -> HintAnswer:
-        (answer,) = self.cache.hints(message((kind, payload)), salt=salt)
+        (answer,) = self.cache.content.hints(message((kind, payload)), salt=salt)
         self.cache.verify()
         return answer
 
@@ -164,7 +164,7 @@ def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
     tenants: Tenants, kind: Any, payload: Any, why: str
 ) -> None:
     kept = tenants.serve(0, 4)
-    answers = tenants.cache.hints(message((kind, payload), ("retain", {"tokens": kept})))
+    answers = tenants.cache.content.hints(message((kind, payload), ("retain", {"tokens": kept})))
     assert answers[0].outcome == "refused" and why in answers[0].why
     assert answers[1] == HintAnswer("a1", "done", 4)
 
@@ -184,14 +184,14 @@ def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
 )
 def test_a_wrong_envelope_changes_nothing(tenants: Tenants, wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"message|protocol_version|actions"):
-        tenants.cache.hints(wrong)
+        tenants.cache.content.hints(wrong)
 
 
 def test_old_sessions_are_forgotten_before_they_fill_the_memory(tenants: Tenants) -> None:
     for i in range(200):
         tenants.serve(1_000 * i, 8, session=f"chat {i}")
-    cache = tenants.cache
-    assert cache._remembered == sum(len(session.keys) for session in cache._sessions.values()) <= 2 * BLOCKS
+    hints = tenants.cache.content._client_hints
+    assert hints._remembered == sum(len(session.keys) for session in hints._sessions.values()) <= 2 * BLOCKS
     assert tenants.hint("retain", session="chat 199").outcome == "done"
 
 
@@ -237,7 +237,7 @@ def closed_loop(policy: str, seed: int, hinted: bool) -> float:
             heappush(users, (clock.now + int(pause), name, left - 1, text))
             if hinted:
                 wish = {"session": f"{hints.randrange(name + 1)}", "lease_ms": hints.randrange(1, 600_000)}
-                cache.hints(message((hints.choice(("pin", "retain", "prefetch")), wish)))
+                cache.content.hints(message((hints.choice(("pin", "retain", "prefetch")), wish)))
         cache.verify()
         assert cache.stats().evicted_by_rule_blocks > 1_000
     return 100 * hits / asked

@@ -221,7 +221,7 @@ def test_what_a_lease_shows_is_not_what_it_unpins(make: Make) -> None:
     engine = make(P=4, S=4)
     for start in (0, 10):
         engine.seed(range(start, start + 4), committed=4)
-        engine.cache.offload(list(range(start, start + 4)))
+        engine.cache.content.offload(list(range(start, start + 4)))
     lease = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]), tier="host")
     other = engine.cache.pin(engine.cache.block_keys([10, 11, 12, 13]), tier="host")
     with pytest.raises(ValueError, match="WRITEABLE"):

@@ -63,7 +63,7 @@ def test_content_is_read_once_while_it_moves_between_tiers() -> None:
         cursor = DirtyCursor(of)
         of.seed(prompt(0), 16)
         assert cursor.stored() == of.keys(prompt(0)) and not cursor.stored() and not cursor.sweep()
-        of.cache.offload(of.prompt(prompt(0)))
+        of.cache.content.offload(of.prompt(prompt(0)))
         of.release(of.add(prompt(900, 8)), store=False)  # the device evicts it
         of.release(of.add([*prompt(0), 1]))  # it is onboarded
         assert not cursor.stored() and not cursor.sweep() and not cursor.victims(8)
@@ -90,7 +90,7 @@ def test_content_that_has_gone_and_comes_again_is_read_again() -> None:
         for _ in range(2):
             of.seed(prompt(0), 16)
             assert cursor.stored() == of.keys(prompt(0))
-            of.cache.forget(of.prompt(prompt(0)))
+            of.cache.content.forget(of.prompt(prompt(0)))
 
 
 def test_savers_know_nothing_of_each_other() -> None:
@@ -128,8 +128,8 @@ def test_what_the_host_evicts_next_is_read_in_that_order() -> None:
         order = [key for block in of.order("host") for key, at in of.cached("host").items() if at == block]
         assert len(order) == 8, "the host is full"
         assert cursor.victims(0) == [] and cursor.victims(3) == order[:3] and cursor.victims(5) == order[3:5]
-        of.cache.prefetch(of.prompt(prompt(100)))  # these are clean copies now, and nothing is lost with them
-        of.cache.offload(of.prompt(prompt(100)))
+        of.cache.content.prefetch(of.prompt(prompt(100)))  # these are clean copies now, and nothing is lost with them
+        of.cache.content.offload(of.prompt(prompt(100)))
         clean = int(of.cache.stats().host.redundant)
         assert clean and cursor.victims(clean) == []
 

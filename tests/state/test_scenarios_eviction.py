@@ -64,9 +64,9 @@ def test_a_ttl_ends_in_the_default_list(make: Make) -> None:
     engine.seed(range(4), committed=4, retention=[(0, None, 80, 1)])
     (block,) = engine.cached().values()
     priority = engine.cache.core.tokens.blocks["priority"]
-    assert engine.cache.refresh(0) == 0 and priority[block] == 80
-    assert engine.cache.refresh(2) == 1 and priority[block] == 35
-    assert engine.cache.refresh(200) == 0
+    assert engine.cache.content.refresh(0) == 0 and priority[block] == 80
+    assert engine.cache.content.refresh(2) == 1 and priority[block] == 35
+    assert engine.cache.content.refresh(200) == 0
 
 
 def test_a_pinned_block_does_not_expire(make: Make) -> None:
@@ -74,9 +74,9 @@ def test_a_pinned_block_does_not_expire(make: Make) -> None:
     engine = make(P=2)
     engine.seed(range(4), committed=4, retention=[(0, None, 80, 3)])
     with engine.cache.pin(engine.prompt(range(4)).keys):
-        assert engine.cache.refresh(10) == 0
+        assert engine.cache.content.refresh(10) == 0
         engine.clock.now = 10
-    assert engine.cache.refresh(12) == 0 and engine.cache.refresh(13) == 1
+    assert engine.cache.content.refresh(12) == 0 and engine.cache.content.refresh(13) == 1
 
 
 def on_the_host_alone(engine: Engine) -> int:
@@ -92,11 +92,11 @@ def test_a_ttl_goes_on_on_the_host_where_it_was(make: Make, copied_before: bool)
     engine = make(P=2, S=2)
     engine.seed(range(4), committed=4, retention=[(0, None, 80, 10)])
     if copied_before:
-        engine.cache.offload(list(range(4)))
+        engine.cache.content.offload(list(range(4)))
     engine.clock.now = 6
     block, priority = on_the_host_alone(engine), engine.cache.core.tokens.blocks["priority"]
-    assert engine.cache.refresh(9) == 0 and priority[block] == 80
-    assert engine.cache.refresh(10) == 1 and priority[block] == 35
+    assert engine.cache.content.refresh(9) == 0 and priority[block] == 80
+    assert engine.cache.content.refresh(10) == 1 and priority[block] == 35
 
 
 @pytest.mark.parametrize("copied_before", [True, False], ids=["a host copy was there", "offloaded as it was evicted"])
@@ -104,30 +104,30 @@ def test_a_ttl_comes_back_from_the_host(make: Make, copied_before: bool) -> None
     engine = make(P=2, S=2)
     engine.seed(range(4), committed=4, retention=[(0, None, 80, 10)])
     if copied_before:
-        engine.cache.offload(list(range(4)))
+        engine.cache.content.offload(list(range(4)))
     on_the_host_alone(engine)
-    engine.cache.prefetch(list(range(4)))
+    engine.cache.content.prefetch(list(range(4)))
     (block,) = engine.cached().values()
-    assert engine.cache.refresh(9) == 0 and engine.cache.core.tokens.blocks["priority"][block] == 80
-    assert engine.cache.refresh(10) == 1
+    assert engine.cache.content.refresh(9) == 0 and engine.cache.core.tokens.blocks["priority"][block] == 80
+    assert engine.cache.content.refresh(10) == 1
 
 
 def test_a_redundant_copy_does_not_expire(make: Make) -> None:
     engine = make(P=2, S=2)
     engine.seed(range(4), committed=4, retention=[(0, None, 80, 10)])
-    engine.cache.offload(list(range(4)))
-    assert engine.cache.refresh(10) == 1, "the device block"
+    engine.cache.content.offload(list(range(4)))
+    assert engine.cache.content.refresh(10) == 1, "the device block"
 
 
 def test_a_copy_that_becomes_the_only_one_has_the_retention_of_today(make: Make) -> None:
     """A hit has given the device block another priority and ttl since the copy was made."""
     engine = make(P=2, S=2)
     engine.seed(range(4), committed=4)
-    engine.cache.offload(list(range(4)))
+    engine.cache.content.offload(list(range(4)))
     engine.release(engine.add(range(5), retention=[(0, None, 80, 10)]), store=False)
     block = on_the_host_alone(engine)
     assert engine.cache.core.tokens.blocks["priority"][block] == 80
-    assert engine.cache.refresh(9) == 0 and engine.cache.refresh(10) == 1
+    assert engine.cache.content.refresh(9) == 0 and engine.cache.content.refresh(10) == 1
 
 
 def test_the_source_of_a_partial_copy_leaves_the_expiries_while_it_is_held(make: Make) -> None:
@@ -144,7 +144,7 @@ def test_the_source_of_a_partial_copy_leaves_the_expiries_while_it_is_held(make:
 def test_a_ttl_on_the_default_priority_never_expires(make: Make) -> None:
     engine = make(P=2)
     engine.seed(range(4), committed=4, retention=[(0, None, 35, 3)])
-    assert engine.cache.refresh(100) == 0
+    assert engine.cache.content.refresh(100) == 0
 
 
 def test_a_plain_hit_keeps_priority_and_ttl(make: Make) -> None:
@@ -154,7 +154,7 @@ def test_a_plain_hit_keeps_priority_and_ttl(make: Make) -> None:
     sequence = engine.add(range(5))
     assert engine.priorities(sequence) == [80, 35]
     engine.release(sequence)
-    assert engine.cache.refresh(4) == 0 and engine.cache.refresh(5) == 1
+    assert engine.cache.content.refresh(4) == 0 and engine.cache.content.refresh(5) == 1
 
 
 def test_an_expired_priority_loses_to_one_that_lasts(make: Make) -> None:
@@ -162,7 +162,7 @@ def test_an_expired_priority_loses_to_one_that_lasts(make: Make) -> None:
     engine.seed(range(12), retention=[(0, None, 80, 10)])
     engine.seed(range(20, 32), retention=[(0, None, 50, None)])
     engine.clock.now = 50
-    engine.cache.refresh()
+    engine.cache.content.refresh()
     engine.seed(range(40, 52))
     assert engine.add(range(20, 32)).cached == 11
 
@@ -202,7 +202,7 @@ def test_events_rebuild_the_cached_keys(make: Make) -> None:
     replay = EventReplay()
     for start in (0, 20, 0, 40, 20, 60, 0):
         engine.seed(range(start, start + 13), committed=13)
-        engine.cache.offload(list(range(start, start + 13)))
+        engine.cache.content.offload(list(range(start, start + 13)))
         replay.feed(engine.cache.events())
         for tier in ("device", "host"):
             assert replay.cached[tier] == set(engine.cached(tier))

@@ -52,12 +52,12 @@ def test_content_that_nobody_reused_may_be_forgotten(make: Make) -> None:
 def test_uses_are_those_of_the_content_not_of_one_copy(make: Make) -> None:
     engine = make(P=3, S=1, offload_min_reuse=2)
     key = seed_block(engine, 0)
-    assert engine.cache.offload(list(range(4))) == 1
+    assert engine.cache.content.offload(list(range(4))) == 1
     engine.release(engine.add([0, 1, 2, 3, 5]))
     engine.release(*engine.add_batch([[90], [91], [92]]))
-    assert engine.cache.prefetch(list(range(4))) == 1
+    assert engine.cache.content.prefetch(list(range(4))) == 1
     seed_block(engine, 10)
-    assert engine.cache.offload(list(range(10, 14))) == 1, "the host copy is given up"
+    assert engine.cache.content.offload(list(range(10, 14))) == 1, "the host copy is given up"
     engine.add_batch([[90], [91], [92]])
     assert list(engine.cached("host")) == [key], "used twice, so worth a copy"
 
@@ -93,7 +93,7 @@ def test_a_kept_host_copy_saves_the_second_offload(make: Make) -> None:
     engine = make(P=1, S=2)
     key = seed_block(engine, 0)
     engine.release(engine.add([99]))
-    assert engine.cache.prefetch(list(range(4))) == 1
+    assert engine.cache.content.prefetch(list(range(4))) == 1
     assert key in engine.cached() and key in engine.cached("host")
     engine.add([98])
     stats = engine.cache.stats()
@@ -119,12 +119,12 @@ def test_redundant_copies_are_the_first_host_victims(make: Make) -> None:
     engine = make(P=3, S=2)
     kept = seed_block(engine, 0, retention=[(0, None, 30, None)])
     copied = seed_block(engine, 10, retention=[(0, None, 100, None)])
-    assert engine.cache.offload([10, 11, 12, 13]) == 1
+    assert engine.cache.content.offload([10, 11, 12, 13]) == 1
     engine.add_batch([[50], [60]])
     assert set(engine.cached("host")) == {kept, copied}
     engine = make(P=3, S=1)
     copied = seed_block(engine, 10, retention=[(0, None, 100, None)])
-    assert engine.cache.offload([10, 11, 12, 13]) == 1
+    assert engine.cache.content.offload([10, 11, 12, 13]) == 1
     seed_block(engine, 20, retention=[(0, None, 30, None)])
     engine.add_batch([[50], [60]])
     assert list(engine.cached("host")) == engine.keys(range(20, 24)), "although the copy's priority is 100"
@@ -140,7 +140,7 @@ def test_content_that_is_computed_again_makes_its_host_copy_redundant(make: Make
     engine.commit(engine.add(range(10, 14)))  # the last token of a prompt is never reused, and so its block is computed
     assert engine.order("host")[0] == engine.cached("host")[engine.keys(range(10, 14))[0]]
     engine.seed(range(20, 24), committed=4)
-    engine.cache.offload(list(range(20, 24)))
+    engine.cache.content.offload(list(range(20, 24)))
     assert set(engine.cached("host")) == {engine.keys(range(4))[0], engine.keys(range(20, 24))[0]}, (
         "what is nowhere else stays"
     )
@@ -174,7 +174,7 @@ def test_a_host_block_that_a_batch_hits_twice_is_onboarded_once(make: Make) -> N
 def test_offload_keeps_the_device_copy(make: Make) -> None:
     engine = make(P=4, S=1)
     engine.seed(range(9), committed=8)
-    assert engine.cache.offload(list(range(8))) == 1, "the host has room for one"
+    assert engine.cache.content.offload(list(range(8))) == 1, "the host has room for one"
     engine.cache.verify()
     assert len(engine.cached()) == 2 and len(engine.cached("host")) == 1
     assert engine.free("host") == 1
@@ -187,7 +187,7 @@ def test_a_failure_late_in_a_batch_leaves_every_byte_of_state(make: Make, P: int
     engine = make(P=P, S=4)
     engine.seed(range(9), committed=8)
     engine.seed(range(20, 29), committed=8)
-    engine.cache.offload(list(range(20, 28)))
+    engine.cache.content.offload(list(range(20, 28)))
     engine.add(range(100, 112))
     before = debug.dump(engine.cache.core.tokens)
     good = [list(range(9)), [*range(6), 77], [20, 21, 22, 23, 5]]
@@ -257,7 +257,7 @@ def test_a_hit_on_a_pinned_block_leaves_it_pinned(make: Make) -> None:
 def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
     engine = make(P=4, S=2)
     seed_block(engine, 0)
-    engine.cache.offload(list(range(4)))
+    engine.cache.content.offload(list(range(4)))
     key = engine.prompt(range(4)).keys[0]
     lease = engine.cache.find_and_pin_host(key)
     pinned = int(lease.blocks[0])
@@ -270,7 +270,7 @@ def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
     assert (engine.free(), engine.free("host")) == (4, 1) and not engine.cached() and not engine.cached("host")
     assert engine.cache.find_and_pin_host(key) is None
     seed_block(engine, 0)
-    engine.cache.offload(list(range(4)))
+    engine.cache.content.offload(list(range(4)))
     assert engine.cached("host") != {key.tobytes(): pinned}, "stored anew elsewhere"
     assert np.array_equal(host_view(engine, pinned), before)
     stored = dict(engine.cached("host"))

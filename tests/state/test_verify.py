@@ -47,7 +47,7 @@ def busy_engine() -> Engine:
     engine.seed(range(300, 312), committed=12, retention=[(0, 8, 90, 9000), (8, None, 35, None)])
     engine.release(engine.add(range(5000, 5096)), store=False)
     engine.seed(range(12), committed=12)
-    engine.cache.offload(list(range(8)))
+    engine.cache.content.offload(list(range(8)))
     for i, priority in enumerate((80, 20, 60)):
         engine.seed(range(1000 * i + 100, 1000 * i + 106), committed=6, retention=[(0, None, priority, 1000 * (3 - i))])
     engine.seed(range(600, 604), committed=4, retention=[(0, None, 50, None)])

@@ -298,7 +298,7 @@ def test_promoted_blocks_of_a_pool_that_are_evicted_unread_leave_their_room_to_t
         assert fetch(two, manager, prompts[0]) == 8 == manager.stats().promoted_blocks
         others = two.prompt(tokens(64, 5000))
         blank = np.zeros(two.cache.layout.block_bytes, np.uint8)
-        assert two.cache.import_blocks(others, [blank] * 16) == 16
+        assert two.cache.imports.import_blocks(others, [blank] * 16) == 16
         assert two.reusable(prompts[0]) == 0, "all that has come is evicted, and its prefetch was not cancelled"
         # With room for four, it would end with these.
         handle = manager.prefetch(two.prompt(prompts[1]), timeout=600.0)

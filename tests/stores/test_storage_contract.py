@@ -45,7 +45,7 @@ class PoolHost:
     write = use
 
     def drop(self, number: int) -> None:
-        self.of.cache.forget(self.of.prompt(self.document(number)))
+        self.of.cache.content.forget(self.of.prompt(self.document(number)))
 
     def ask(self, number: int) -> None:
         self.fetches[number] = self.manager.prefetch(self.of.prompt(self.document(number)), SECONDS)

@@ -53,7 +53,7 @@ def test_a_prefetch_ends_when_the_host_is_full_of_the_blocks_before() -> None:
         seed(engine, manager, [prompt])
     two = make_engine(S=4)
     with two.cache, make_manager(two, memory, promotion_blocks=4) as manager:
-        assert fetch(two, manager, prompt) == 4 and two.cache.prefetch(two.prompt(prompt)) == 4
+        assert fetch(two, manager, prompt) == 4 and two.cache.content.prefetch(two.prompt(prompt)) == 4
         assert manager.drain(600) and manager.stats().promoted_blocks == 0
         handle = manager.prefetch(two.prompt(prompt), timeout=3600.0)
         assert handle.wait(600) and handle.ended == "full" and handle.blocks == 0

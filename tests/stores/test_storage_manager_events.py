@@ -141,7 +141,7 @@ def test_what_has_gone_from_the_pool_is_reported_with_its_namespace(monkeypatch:
     engine = make_engine(P=8, S=8, event_capacity=16)
     with engine.cache, make_manager(engine, store()) as manager:
         seed(engine, manager, [tokens(9, 5000)], salt="tenant")
-        engine.cache.forget(namespace=("tenant", None))
+        engine.cache.content.forget(namespace=("tenant", None))
         for number in range(8):
             seed(engine, manager, [tokens(17, 100 * number)], salt=f"other {number}")
         manager.events()
@@ -202,7 +202,7 @@ def test_a_match_reports_stores_separately(engine: Engine) -> None:
         seed(engine, manager, [PROMPT])
         whole = engine.cache.match_prefix(engine.prompt(PROMPT))
         assert manager.match_prefix(engine.prompt(PROMPT)) == whole and whole.store_tokens == 0
-        engine.cache.forget(np.array(engine.prompt(PROMPT).keys[4:]))
+        engine.cache.content.forget(np.array(engine.prompt(PROMPT).keys[4:]))
         match = manager.match_prefix(engine.prompt(PROMPT))
         assert (match.full_tokens, match.store_tokens) == (16, 24)
         assert engine.cache.match_prefix(engine.prompt(PROMPT)).store_tokens == 0
@@ -242,7 +242,7 @@ def test_metrics_of_a_storage_manager_count_what_happened(engine: Engine) -> Non
     with make_manager(engine, memory, quotas={("small", None): 0}) as manager:
         seed(engine, manager, [PROMPT])
         seed(engine, manager, [PROMPT], salt="small")
-        engine.cache.forget(engine.prompt(PROMPT))
+        engine.cache.content.forget(engine.prompt(PROMPT))
         assert fetch(engine, manager, PROMPT) == 10
         samples = scraped(manager, engine)
     expected: dict[str, Any] = {

@@ -16,8 +16,8 @@ PROMPT = tokens(17)
 def test_what_a_store_has_and_the_pool_has_forgotten(engine: Engine) -> None:
     with make_manager(engine, store()) as manager:
         seed(engine, manager, [PROMPT])
-        assert manager.explain(PROMPT) == engine.cache.explain(PROMPT), "all of it is in the pool"
-        engine.cache.forget(engine.keys(PROMPT)[2:])
+        assert manager.explain(PROMPT) == engine.cache.content.explain(PROMPT), "all of it is in the pool"
+        engine.cache.content.forget(engine.keys(PROMPT)[2:])
         first, last = manager.explain(PROMPT).missed
         assert first[:3] == (8, 8, "forgotten") and first.stores == ("memory",) and not first.trouble
         assert last == (16, 1, "always_computed", None, (), ())
@@ -36,7 +36,7 @@ def test_damaged_or_failed_blocks_are_reported_until_they_are_right_again(engine
         ]
         del wrong.after["load"]
         assert fetch(engine, manager, PROMPT) == 1
-        engine.cache.forget(PROMPT)
+        engine.cache.content.forget(PROMPT)
         assert manager.explain(PROMPT).missed[0].trouble == ()
 
 
@@ -66,7 +66,7 @@ def test_what_is_not_worth_loading_is_reported(engine: Engine) -> None:
     with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, load_seconds=1_000.0) as manager:
         for first in range(0, 3000, 100):
             seed(engine, manager, [prompt := tokens(17, first)])
-            engine.cache.forget(prompt)
+            engine.cache.content.forget(prompt)
             handle = manager.prefetch(engine.prompt(prompt), 1e5)
             assert handle.wait(600)
             if handle.ended == "declined":
@@ -82,7 +82,7 @@ def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(engine:
     with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, load_seconds=1_000.0) as manager:
         for first in range(0, 700, 100):
             seed(engine, manager, [prompt := tokens(17, first)])
-            engine.cache.forget(prompt)
+            engine.cache.content.forget(prompt)
             handle = manager.prefetch(engine.prompt(prompt), 1e5, spare=60.0)
             assert handle.wait(600) and handle.ended == "loaded"
         with pytest.raises(ValueError, match="spare: .*-1"):
@@ -98,6 +98,6 @@ def test_why_blocks_were_not_saved_is_remembered_in_bounded_memory(
     refusing.after["save"] = lambda codes: np.where(codes == OK, np.uint8(FAILED), codes)
     with make_manager(engine, refusing, failures=1000) as manager:
         seed(engine, manager, [PROMPT])
-        engine.cache.forget(PROMPT)
+        engine.cache.content.forget(PROMPT)
         missed = manager.explain(PROMPT).missed
     assert sum(each.tokens for each in missed if each.trouble == (("wrong", "failed"),)) == 8, "of two blocks"

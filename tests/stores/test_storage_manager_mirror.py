@@ -247,8 +247,8 @@ class Lab:
             self.reset: 2,
             self.clear: 1,
             self.drop: 2,
-            lambda: self.engine.cache.offload(self.prompt): 2,
-            lambda: self.engine.cache.forget(self.engine.prompt(self.prompt)): 1,
+            lambda: self.engine.cache.content.offload(self.prompt): 2,
+            lambda: self.engine.cache.content.forget(self.engine.prompt(self.prompt)): 1,
             lambda: self.random.choice(self.stores).lose(self.random.randrange(1, 12), self.random): 2,
         }
         self.random.choices(list(verbs), list(verbs.values()))[0]()

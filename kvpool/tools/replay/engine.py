@@ -445,6 +445,6 @@ def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
             cache.commit(int(ids[0]))
             cache.append_tokens(ids, tokens[:2], np.array([2]))
             cache.commit(ids)
-            cache.offload(keys)
+            cache.content.offload(keys)
             cache.release(int(ids[0]))
     device.close()

@@ -22,7 +22,7 @@ with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
     parts: int = cache.groups[0].device_blocks
     with cache.pin(keys) as lease:
         owner: str = lease.owner
-    cache.forget(namespace=("tenant", None))
+    cache.content.forget(namespace=("tenant", None))
     with cache.exclusive():
         cache.commit(one, stream=0)
     cache.release([one, *ids.tolist()])
