@@ -134,7 +134,7 @@ def _csr(scene: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _batch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    return lambda scene, arguments: getattr(scene.cache, name)([arguments["prompts"], [1, 2]])
+    return lambda scene, arguments: reach(scene.cache, name)([arguments["prompts"], [1, 2]])
 
 
 def _reserve(scene: Any, arguments: dict[str, Any]) -> Any:
@@ -148,7 +148,7 @@ def _cross(name: str) -> Callable[[Any, dict[str, Any]], Any]:
             return scene.cache.blocks_needed(np.arange(40, 50, dtype=np.int32), group=2, **arguments)
         prompt = np.arange(40, 50, dtype=np.int32)
         batch = name in ("add_sequence_batch", "plan_batch")
-        return getattr(scene.cache, name)([prompt] if batch else prompt, **arguments)
+        return reach(scene.cache, name)([prompt] if batch else prompt, **arguments)
 
     return call
 

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.state import saving
+from parts import reach
 
 from .draws import SAID, STEP_MS, pool_options, some_ranges
 from .groups import GroupsModel
@@ -288,7 +289,7 @@ class PoolMachine(RuleBasedStateMachine):
         args, model_args = each.get(verb, ([], []))
         names = self.pair.engine.named(0) if verb == "evictable_after_release" else {}
         failed = self.pair.both(
-            lambda: getattr(self.pair.cache, verb)(wrong, *args, **names),
+            lambda: reach(self.pair.cache, verb)(wrong, *args, **names),
             lambda: getattr(self.model, verb)(bad, *model_args),
         )
         assert failed is None
@@ -401,7 +402,7 @@ class PoolMachine(RuleBasedStateMachine):
         prompt = self.prompt(random)
         keyed = self.pair.keyed(prompt)
         note(f"{verb}({prompt})")
-        self.pair.both(lambda: getattr(self.pair.cache, verb)(keyed), lambda: getattr(self.model, verb)(prompt))
+        self.pair.both(lambda: reach(self.pair.cache, verb)(keyed), lambda: getattr(self.model, verb)(prompt))
 
     @rule(random=RANDOM, how=st.sampled_from(("stored", "sweep", "victims")))
     def save(self, random: Random, how: str) -> None:

@@ -15,6 +15,7 @@ from engine import Engine, open_engine
 from kvpool import KVCacheManager, Lease, OutOfBlocks, PoolClosed
 from kvpool.errors import BlockNotFound, LeaseExpired, OutOfSequences, PoolBusy, UnknownSequence
 from kvpool.state import records as fields
+from parts import reach
 from tests import debug
 
 
@@ -123,7 +124,7 @@ def test_bad_tokens_are_refused(busy: Busy, call: str) -> None:
     for tokens, error, value in BAD_TOKENS:
         print(repr(tokens))
         named = "prompt" if tokens is None and call == "blocks_needed" else f"(token|prompt|key).*{value}"
-        refused(busy.cache, lambda tokens=tokens: getattr(busy.cache, call)(tokens), error, f"(?s){named}")
+        refused(busy.cache, lambda tokens=tokens: reach(busy.cache, call)(tokens), error, f"(?s){named}")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_keys_of_another_pool_are_refused(busy: Busy, call: str, options: dict[s
     stranger.cache.close()
     refused(
         busy.cache,
-        lambda: getattr(busy.cache, call)(keys),
+        lambda: reach(busy.cache, call)(keys),
         ValueError,
         "keys.*another pool|another secret|tokens_per_block",
     )
@@ -569,7 +570,7 @@ def test_everything_but_stats_and_close_is_refused_by_a_closed_pool(busy: Busy) 
     assert sorted(report.sequences) == sorted([busy.live, busy.other]) and len(report.leases) == 1
     calls: list[Callable[[], object]] = [
         *(lambda call=call: call(cache, [busy.live]) for call in ID_CALLS.values()),
-        *(lambda name=name: getattr(cache, name)([1]) for name in PROMPT_CALLS[1:]),
+        *(lambda name=name: reach(cache, name)([1]) for name in PROMPT_CALLS[1:]),
         lambda: cache.add_sequence_batch([[1]]),
         lambda: cache.pin(key),
         lambda: cache.pin_blocks(0),

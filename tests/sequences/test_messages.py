@@ -17,6 +17,7 @@ from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, Limits, ServerKeys
 from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.urls import open_store
+from parts import reach
 
 NAME = r"[\w\[\].]+"
 FORM = re.compile(rf"^{NAME}(, {NAME})*: expected .+, got .+", re.DOTALL)
@@ -116,7 +117,7 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: PublisherLimits(replay_messages=0),
     # prompts
     *(
-        lambda at, call=call, prompt=prompt: getattr(at.pool, call)(prompt)
+        lambda at, call=call, prompt=prompt: reach(at.pool, call)(prompt)
         for call in ("add_sequence", "match_prefix", "block_keys", "prefetch", "offload")
         for prompt in (5, None, "abc", [], [-1], [True], [1.5], [2**31], [[1]], np.zeros((2, 2), int), np.ones(2, bool))
     ),

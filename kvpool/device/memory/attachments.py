@@ -47,7 +47,7 @@ class SharedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedTier:
-    """What another process on the same machine needs to attach a tier of a pool. ``KVCacheManager.share`` returns it.
+    """What another process on the same machine needs to attach a tier of a pool. ``PoolMemory.share`` returns it.
 
     Attributes: ``tier``, "device" or "host"; ``device``, the name of the pool's device; ``groups[group]`` with its
     ``blocks`` in the tier and ``parts[part].layout``; ``pid`` of the process that has the pool; ``fingerprint``.

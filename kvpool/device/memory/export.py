@@ -65,7 +65,7 @@ class Lending:
 
 
 class Export:
-    """A tier of a pool, or a part of it, as an array for other packages. Made by ``KVCacheManager.export``; nothing is
+    """A tier of a pool, or a part of it, as an array for other packages. Made by ``PoolMemory.export``; nothing is
     copied.
 
     Give it to ``numpy.from_dlpack``, ``jax.dlpack.from_dlpack``, ``torch.from_dlpack``, or anything else that takes
