@@ -559,8 +559,8 @@ def test_other_bad_arguments_are_refused(busy: Busy) -> None:
     for bad in ("no", None, 0, [1]):
         refused(busy.cache, lambda bad=bad: busy.cache.reset(force=bad), TypeError, "force: .*")
         refused(busy.cache, lambda bad=bad: busy.cache.release(busy.live, store=bad), TypeError, "store: .*")
-    refused(busy.cache, busy.cache.reset, PoolBusy, "2 sequences")
-    refused(busy.cache, lambda: busy.cache.reset(False), PoolBusy, "2 sequences")
+    refused(busy.cache, busy.cache.reset, PoolBusy, "2 live sequences")
+    refused(busy.cache, lambda: busy.cache.reset(False), PoolBusy, "2 live sequences")
 
 
 def test_everything_but_stats_and_close_is_refused_by_a_closed_pool(busy: Busy) -> None:
