@@ -145,7 +145,6 @@ class Played:
                 state.policy_state.policy_state["draws"] = seed
         if options.table == "store":
             store = MemoryStore(options.store * LAYOUT.block_bytes, policy=self.policy)
-            store.secret = bytes(32)
             self.storage = self.open.enter_context(
                 StorageManager(
                     self.cache,

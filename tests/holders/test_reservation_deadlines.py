@@ -55,7 +55,7 @@ def test_a_block_that_may_be_written_late_is_nobodys_until_its_loader_ends(make:
     assert not blocks & set(engine.table(other)) and engine.free() == 0
     with pytest.raises(OutOfBlocks):
         engine.add([99])
-    with pytest.raises(PoolBusy, match="1 reservations open"):
+    with pytest.raises(PoolBusy, match="1 open reservation"):
         engine.cache.reset()
     load(engine, reservation, tokens)
     engine.check(other)

@@ -136,7 +136,7 @@ def test_blocks_that_go_between_question_and_request_end_the_fetch(
         there.cache.content.forget(there.prompt(TOKENS).keys[2:])
         return missing
 
-    monkeypatch.setattr(here.cache, "missing_blocks", late)
+    monkeypatch.setattr(here.cache.content, "missing_blocks", late)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
         assert client.fetch(TOKENS) == 2
     assert here.cache.match_prefix(TOKENS).tokens == 0  # the window of the first two blocks is not there

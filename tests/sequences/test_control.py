@@ -10,8 +10,9 @@ import pytest
 
 from engine import Engine
 from group_engine import GroupsEngine
-from kvpool import KVCacheManager, PoolClosed
+from kvpool import PoolClosed
 from tests import debug
+from tests.parts import owner_of
 from tests.race.lab import Lab
 
 Make = Callable[..., Engine]
@@ -329,4 +330,4 @@ def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
 
 def test_names_are_public() -> None:
     for verb in ("keys_of", "forget", "set_priority", "cached_blocks", "missing_blocks", "request_stats"):
-        assert callable(getattr(KVCacheManager, verb))
+        assert callable(getattr(owner_of(verb)[1], verb))

@@ -341,7 +341,9 @@ def test_every_public_class_and_function_is_known_to_the_walk() -> None:
     assert classes == known | parts | MADE_BY_THE_POOL, "another public class: do callers give it arrays?"
     walked = {(case.verb, argument) for case in CASES for argument in case.arrays}
     functions = {(name, argument) for name, call in public if inspect.isfunction(call) for argument in _arguments(call)}
-    assert not {f"{name}.{parameter}" for name, parameter in functions - walked} - NO_ARRAYS - IN_PLACE
+    missed = {f"{name}.{parameter}" for name, parameter in functions - walked} - NO_ARRAYS - IN_PLACE
+    # What opens a pool passes its arguments on to constructors.
+    assert not {name for name in missed if not name.startswith(("open.", "open_host_cache."))}
 
 
 def _public(package: Any) -> Iterator[tuple[str, Any]]:

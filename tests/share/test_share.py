@@ -105,7 +105,7 @@ def test_every_group_and_part_has_its_array() -> None:
 
 def test_the_fingerprint_is_that_of_the_arrays() -> None:
     with open_pool() as pool, open_pool() as same, open_pool(device_blocks=7) as longer:
-        assert pool.memory.share().fingerprint == same.share().fingerprint
+        assert pool.memory.share().fingerprint == same.memory.share().fingerprint
         with KVCacheManager(
             dataclasses.replace(LAYOUT, order="block_first"), device_blocks=6, device="cpu", shared=True
         ) as other:
