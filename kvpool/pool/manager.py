@@ -184,18 +184,15 @@ class KVCacheManager(LiveSequences, Closing):
             ends.pop_all()
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
-        requests = PromptRequests(core)
-        client_hints = ClientHints(core, requests)
-        super().__init__(core, requests, client_hints)
+        super().__init__(core, requests := PromptRequests(core), hints := ClientHints(core, requests))
         self._leases = Leases(core, self._pools)
         self._staging = Staging(pool_device, core.transfer, config.staging_depth)
         self.tables = BlockTables(core, self._staging)
         self._writer, self._reservations = ImportWriter(core, self._pools), Reservations(core, self._pools)
-        self.content = CachedContent(core, requests, client_hints)
+        self.content = CachedContent(core, requests, hints)
         self.imports = Imports(core, requests, self._reservations, self._writer)
         self._loans: WeakSet[Loan] = WeakSet()
-        sharing = Sharing(pool_device, self._pools)
-        self.memory = PoolMemory(core, self._pools, sharing, self._loans)
+        self.memory = PoolMemory(core, self._pools, sharing := Sharing(pool_device, self._pools), self._loans)
         frees = [sharing.close, self._staging.close, self._writer.close, *([pool_device.close] if owned else [])]
         self._shutdown = Shutdown(core, self._leases, self._reservations, self._loans, frees)
         self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse

@@ -29,6 +29,7 @@ from kvpool.device.base import (
 )
 from kvpool.device.copy_plan import make_plan
 from kvpool.device.cuda import calibration as calibrations
+from kvpool.device.cuda import native
 from kvpool.device.cuda.calibration import BATCHED, BULK, KERNEL, KERNELS, PLAIN, Calibration
 from kvpool.device.cuda.cuda_memory import (
     AdoptedMemory,
@@ -169,6 +170,7 @@ def wrong_bytes(gpu: Gpu, path: str) -> str:
     with _testing:
         wrong = _tested.get((gpu, path))
         if wrong is None:
+            native.load()
             wrong = "" if has_passed(gpu, path) else _wrong_bytes(gpu.number, path)
             if wrong:
                 warnings.warn(f"the kernel of the path {path!r} is not used on GPU {gpu.number}: {wrong}", stacklevel=2)

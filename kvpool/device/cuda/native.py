@@ -189,6 +189,12 @@ def copy_fragments(driver: Int64s, to: Int64s, fragments: Int64s, words_max: int
     return _copy_rows(driver, to, count, words, to[WHOLE], to[WHOLE_THREADS])
 
 
+def load() -> None:
+    """Compile the calls, or load them, so that the first copy does not."""
+    numbers, rows = types.int64[::1], types.int64[:, ::1]
+    copy_fragments.compile((numbers, numbers, rows, types.int64))
+
+
 def find_functions(driver: Driver, context: int | None) -> Int64s | None:
     """What the functions of this module take as ``driver``. None if the driver lacks one."""
     addresses = driver.addresses(FUNCTIONS)
