@@ -190,9 +190,11 @@ def copy_fragments(driver: Int64s, to: Int64s, fragments: Int64s, words_max: int
 
 
 def load() -> None:
-    """Compile the calls, or load them, so that the first copy does not."""
+    """Compile the call for fragments, or load it, so that the first copy does not."""
     numbers, rows = types.int64[::1], types.int64[:, ::1]
-    copy_fragments.compile((numbers, numbers, rows, types.int64))
+    call: Any = copy_fragments
+    if hasattr(call, "compile"):  # not in the interpreter
+        call.compile((numbers, numbers, rows, types.int64))
 
 
 def find_functions(driver: Driver, context: int | None) -> Int64s | None:
