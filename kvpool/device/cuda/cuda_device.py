@@ -162,8 +162,8 @@ _TESTED_FROM = (7, 5)
 
 def wrong_bytes(gpu: Gpu, path: str) -> str:
     """What is wrong with the copies that the kernel of a path makes on a GPU; empty if it copies the right bytes. See
-    ``trials.difference``. It is found out once in a process, and what is wrong is also a warning. That a test was
-    passed is kept on disk, and the test is not repeated.
+    ``trials.difference``. A process tests each kernel once, and warns of one that fails. A passed test is kept on disk,
+    and not repeated.
 
     Takes milliseconds. Raises DeviceError for a GPU that has failed for good.
     """

@@ -279,7 +279,7 @@ class Gpu(NamedTuple):
 def gpus(cuda: Any) -> list[Gpu]:
     """All GPUs that this process sees. ``cuda`` is CuPy's module of that name. No context is created."""
     runtime = cuda.runtime
-    found, driver = list[Gpu](), int(runtime.driverGetVersion())
+    visible, driver = list[Gpu](), int(runtime.driverGetVersion())
     try:
         compiler = "{}.{}".format(*cuda.nvrtc.getVersion())
     except (ImportError, OSError, RuntimeError):
@@ -287,8 +287,8 @@ def gpus(cuda: Any) -> list[Gpu]:
     for number in range(runtime.getDeviceCount()):
         gpu, link = runtime.getDeviceProperties(number), link_of(runtime.deviceGetPCIBusId(number))
         size = int(gpu["totalGlobalMem"]), driver, f"{gpu['major']}.{gpu['minor']}", int(gpu["multiProcessorCount"])
-        found.append(Gpu(number, gpu["name"].decode(), *size, link, compiler))
-    return found
+        visible.append(Gpu(number, gpu["name"].decode(), *size, link, compiler))
+    return visible
 
 
 def link_of(pci: str, sysfs: Path = SYSFS) -> str:
