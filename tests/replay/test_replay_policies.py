@@ -60,17 +60,17 @@ def test_the_hits_are_those_of_a_replay_with_bytes(
     with Replay(Trace(kind, kind, requests), shape) as replay:
         summary = replay.run()
     hits = summary.hits
-    assert table.found == {LRU: BlocksFound(hits.device_tokens // size, hits.host_tokens // size)}
+    assert table.hits == {LRU: BlocksFound(hits.device_tokens // size, hits.host_tokens // size)}
     assert (table.requests, table.prompt_tokens) == (summary.requests, summary.prompt_tokens)
-    assert table.rate(sum(table.found[LRU])) == hits.rate <= table.rate(table.optimum)
+    assert table.rate(sum(table.hits[LRU])) == hits.rate <= table.rate(table.optimum)
     assert hits.tokens and not interrupted
 
 
 def test_the_recorded_agents_hit_what_a_replay_with_bytes_has_found() -> None:
     trace = read_trace(str(recorded_or_skip("agents.jsonl.xz")), users=32, pause_max=60, limit=2000)
     table, _ = compare_replayed(trace.requests, config(64, 25_000, 0, 64), ["adaptive"])
-    assert table.prompt_tokens == 204_212_304 and 64 * table.found[LRU].device == 46_664_384
-    assert table.found[LRU].device < table.found["adaptive"].device < table.optimum
+    assert table.prompt_tokens == 204_212_304 and 64 * table.hits[LRU].device == 46_664_384
+    assert table.hits[LRU].device < table.hits["adaptive"].device < table.optimum
 
 
 def test_the_command_prints_each_policy_beside_lru_and_the_optimum(

@@ -28,7 +28,7 @@ _LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=1, tokens_per_block=1, dtyp
 
 
 class BlocksFound(NamedTuple):
-    """Full blocks of prompts that were found, by the tier that held them."""
+    """Full blocks of prompts that were cached, by the tier that held them."""
 
     device: int
     host: int
@@ -44,7 +44,7 @@ class ReplayTable:
     tokens_per_block: int
     device_blocks: int
     host_blocks: int
-    found: dict[str, BlocksFound]
+    hits: dict[str, BlocksFound]
     """By policy, LRU first. An interrupted comparison has those that were replayed to the end."""
     optimum: int
     """Blocks that a cache of both tiers together finds that evicts the block whose next use is last."""
@@ -57,11 +57,11 @@ class ReplayTable:
         """Return the figures as nested dictionaries and numbers, which ``json.dumps`` accepts."""
         policies = {
             name: {
-                "device_tokens": found.device * self.tokens_per_block,
-                "host_tokens": found.host * self.tokens_per_block,
-                "hit_rate": self.rate(sum(found)),
+                "device_tokens": hits.device * self.tokens_per_block,
+                "host_tokens": hits.host * self.tokens_per_block,
+                "hit_rate": self.rate(sum(hits)),
             }
-            for name, found in self.found.items()
+            for name, hits in self.hits.items()
         }
         names = ("requests", "prompt_tokens", "tokens_per_block", "device_blocks", "host_blocks")
         optimum = {"tokens": self.optimum * self.tokens_per_block, "hit_rate": self.rate(self.optimum)}
@@ -69,16 +69,16 @@ class ReplayTable:
 
     def text(self) -> str:
         """Return the table for a terminal."""
-        base = sum(self.found[LRU]) if LRU in self.found else 0
+        base = sum(self.hits[LRU]) if LRU in self.hits else 0
         lines = [
             f"requests  {self.requests:,} with {self.prompt_tokens:,} tokens in prompts",
             f"blocks    {self.device_blocks:,} device, {self.host_blocks:,} host, of {self.tokens_per_block} tokens",
             "",
             f"{'policy':<10} {'hits':>8} {'device':>8} {'host':>8} {'beside LRU':>11}",
         ]
-        for name, found in self.found.items():
-            rates = " ".join(f"{self.rate(blocks):>8.2%}" for blocks in (sum(found), *found))
-            lines.append(f"{name:<10} {rates} {self._points(sum(found) - base)}")
+        for name, hits in self.hits.items():
+            rates = " ".join(f"{self.rate(blocks):>8.2%}" for blocks in (sum(hits), *hits))
+            lines.append(f"{name:<10} {rates} {self._points(sum(hits) - base)}")
         lines.append(f"{MIN:<10} {self.rate(self.optimum):>8.2%} {'':>17} {self._points(self.optimum - base)}")
         return "\n".join(lines)
 
@@ -125,11 +125,11 @@ def compare_replayed(
         if worst_blocks(request, config.layout.tokens_per_block) <= config.device_blocks:
             surveyor.record(request)
     uses = {use.request.index: use for use in surveyor.uses}
-    found: dict[str, BlocksFound] = {}
+    hits: dict[str, BlocksFound] = {}
     interrupted = False
     try:
         for policy in dict.fromkeys([LRU, *policies]):
-            found[policy] = replay_hits(requests, uses, config, policy, progress)
+            hits[policy] = replay_hits(requests, uses, config, policy, progress)
     except KeyboardInterrupt:
         interrupted = True
     optimum = min_hits(*next_uses(surveyor.uses), config.device_blocks + config.host_blocks)
@@ -139,7 +139,7 @@ def compare_replayed(
         tokens_per_block=config.layout.tokens_per_block,
         device_blocks=config.device_blocks,
         host_blocks=config.host_blocks,
-        found=found,
+        hits=hits,
         optimum=optimum,
     )
     return table, interrupted
@@ -162,7 +162,7 @@ def replay_hits(
     """Replay requests with one policy. ``uses`` are those of the requests that fit, by index."""
     size = config.layout.tokens_per_block
     now_ms, fresh = [0], FRESH
-    found: Int64s = np.zeros(2, np.int64)
+    hits: Int64s = np.zeros(2, np.int64)
     running: dict[int, _HeldRequest] = {}
     steps = schedule(requests, device_blocks=config.device_blocks, active=config.active, tokens_per_block=size)
     with KVCacheManager(
@@ -188,7 +188,7 @@ def replay_hits(
                     fresh += private
                     keys = cache.block_keys(blocks[: -(-request.input_length // size)])
                     admission = cache.add_sequence_batch([keys])
-                    found += (admission.device_tokens[0], admission.host_tokens[0])
+                    hits += (admission.device_tokens[0], admission.host_tokens[0])
                     # A last block that isn't full has no key.
                     cache.commit(admission.ids, np.array([request.input_length // size]))
                     running[request.index] = _HeldRequest(int(admission.ids[0]), blocks)
@@ -202,7 +202,7 @@ def replay_hits(
                     cache.release(running.pop(request.index).id)
             if not isinstance(step, (Append, Finish)):
                 progress(1)
-    return BlocksFound(*found.tolist())
+    return BlocksFound(*hits.tolist())
 
 
 def _append(cache: KVCacheManager, size: int, items: Iterable[tuple[_HeldRequest, Request, int, int]]) -> None:
