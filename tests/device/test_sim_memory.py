@@ -23,7 +23,6 @@ from tests.device.regions import (
     DEVICE_BLOCKS,
     WIDTH,
     WIDTHS,
-    bound,
     ids_of,
     make_regions,
     random_region_moves,
@@ -451,16 +450,6 @@ def test_what_an_event_orders_is_not_a_race_in_any_region_and_neighbours_of_othe
     sim.check()
 
 
-def test_rows_of_one_call_that_depend_on_each_other_race_with_themselves_in_their_region(pools: MemoryPools) -> None:
-    sim = sim_of(pools)
-    for region in (0, 1, 3):
-        first, second, third, *_ = ids_of(region)
-        sim.copy_blocks(as_moves((first, second, 1), (second, third, 1)))
-        with pytest.raises(RaceError) as caught:
-            sim.check()
-        assert [race.rows for race in caught.value.races] == [(whole(second),)]
-
-
 @pytest.mark.parametrize(("group", "part"), PARTS)
 def test_a_write_of_the_host_that_it_did_not_declare_is_named_by_the_id_of_the_pool(
     pools: MemoryPools, group: int, part: int
@@ -503,27 +492,6 @@ def test_rows_of_more_tokens_than_a_block_of_the_region_has_are_refused(
         for name in ("reads", "writes"):
             with pytest.raises(ValueError, match=rf"{name}\[1\]: .*expected"):
                 call(**{name: [(0, 0, WIDTH), row]})
-
-
-def test_closing_under_a_read_of_the_last_token_of_any_region_is_a_race() -> None:
-    for region in REGIONS:
-        sim = SimDevice(progress=0.0)
-        pools = make_regions(sim)
-        block, _, tokens = whole(ids_of(region)[-1])
-        sim.launch(None, nothing, reads=[(block, tokens - 1, tokens)])
-        pools.close()
-        with pytest.raises(RaceError) as caught:
-            sim.close()
-        assert [race.rows for race in caught.value.races] == [((block, tokens - 1, tokens),)]
-
-
-def test_memory_of_every_part_is_poison_when_it_has_been_freed() -> None:
-    sim = SimDevice()
-    pools = make_regions(sim)
-    memory = [pool for region in bound(pools) for part in region.parts for pool in (part.device_pool, part.host_pool)]
-    pools.close()
-    assert len(memory) == 10 and all((pool == 0xA5).all() for pool in memory)
-    sim.close()
 
 
 def test_a_handler_that_raises_inside_a_call_closes_the_device_and_keeps_no_lock() -> None:

@@ -237,16 +237,6 @@ def test_waits_that_can_never_end_are_reported_with_the_calls_that_are_stuck(
 # Every schedule
 
 
-def test_choices_are_counted_up_depth_first() -> None:
-    seen, listed = [], []
-    while listed is not None:
-        choices = ListedChoices(listed)
-        first = choices.choose(2)
-        seen.append((first, choices.choose(3 if first else 1)))
-        listed = choices.following()
-    assert seen == [(0, 0), (1, 0), (1, 1), (1, 2)]
-
-
 def test_a_list_of_other_calls_is_refused() -> None:
     with pytest.raises(ValueError, match=r"listed\[0\]: .*5"):
         ListedChoices([5]).choose(2)

@@ -218,23 +218,6 @@ def test_sources_of_a_batch_are_read_when_its_attributes_say(driver: Driver) -> 
     assert results == {STREAM_ORDER: {2}, DURING_CALL: {1}, ANY_ORDER: {1, 2}}
 
 
-def test_copies_of_a_batch_have_no_order_among_themselves(driver: Driver) -> None:
-    seen = set()
-    for seed in range(30):
-        driver.quiet(seed)
-        memory, sources, stream, out = (
-            driver.allocate(1),
-            [filled(driver.pinned(1), i) for i in (1, 2)],
-            driver.stream(),
-            driver.pinned(1),
-        )
-        assert batch(driver, [(memory, ctypes.addressof(source), 1) for source in sources], stream)[0] == lab.SUCCESS
-        driver.copy(out, memory, 1, stream)
-        driver.cuStreamSynchronize(stream)
-        seen.add(out[0])
-    assert seen == {1, 2}
-
-
 # -- IPC -------------------------------------------------------------------------------------------------------
 
 OTHER = """

@@ -105,9 +105,3 @@ def test_sanitizers_select_tests(tmp_path: Path, python: Path, log: Path) -> Non
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         output = (tmp_path / "out" / "sanitizer" / f"{tool}.out").read_text()
         assert "test_tables_of_a_step_arrive_on_a_stream" in output
-
-
-def test_tests_that_fail_end_it_before_the_benchmarks(tmp_path: Path, python: Path, log: Path) -> None:
-    done = run(tmp_path, python, "--no-such-option")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "asv_bench" not in log.read_text() and not (tmp_path / "out" / "RESULTS.md").exists()

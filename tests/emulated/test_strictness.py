@@ -22,52 +22,6 @@ def filled(memory: ctypes.Array[ctypes.c_uint8], value: int) -> ctypes.Array[cty
 # -- lateness --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_enqueued_waits_until_somebody_waits(driver: Driver) -> None:
-    host, memory, stream = filled(driver.pinned(64), 1), driver.allocate(64), driver.stream()
-    assert driver.copy(memory, host, 64, stream) == lab.SUCCESS
-    assert driver.copy(host, memory, 64, stream) == lab.SUCCESS
-    filled(host, 2)  # as it is overwritten before the copy, this is what arrives
-    assert driver.pending(stream)
-    driver.status("cuStreamSynchronize", stream)
-    assert not driver.pending(stream) and set(host) == {2}
-
-
-def test_streams_run_in_any_order_and_events_bind_them(driver: Driver) -> None:
-    orders = {False: set(), True: set()}
-    for ordered in orders:
-        for seed in range(30):
-            driver.quiet(seed)
-            target, sources, streams, event = (
-                driver.near(1),
-                [filled(driver.pinned(1), i) for i in (1, 2)],
-                [driver.stream() for _ in "ab"],
-                driver.event(),
-            )
-            driver.copy(target, sources[0], 1, streams[0])
-            if ordered:
-                driver.cuEventRecord(event, streams[0])
-                driver.cuStreamWaitEvent(streams[1], event, 0)
-            driver.copy(target, sources[1], 1, streams[1])
-            driver.cuCtxSynchronize()
-            orders[ordered].add(target[0])
-    assert orders == {False: {1, 2}, True: {2}}
-
-
-def test_a_stream_that_is_held_back_runs_last_even_where_it_is_waited_for_first(driver: Driver) -> None:
-    order: list[str] = []
-    for seed in range(8):
-        driver.quiet(seed)
-        order.clear()
-        held, other = driver.stream(), driver.stream()
-        driver.hold(held)
-        kept = [driver.host_function(lambda: order.append("held"), held)]
-        kept += [driver.host_function(lambda: order.append("other"), other) for _ in range(3)]
-        driver.cuStreamSynchronize(held)
-        driver.hold(held, False)
-        assert order == ["other"] * 3 + ["held"], seed
-        del kept
-
-
 def test_a_call_that_is_set_to_fail_does_nothing_and_fails_that_often(driver: Driver) -> None:
     before = driver.counter("events")
     driver.fail("cuEventCreate", lab.OUT_OF_MEMORY, passed=1, failing=2)
@@ -75,34 +29,6 @@ def test_a_call_that_is_set_to_fail_does_nothing_and_fails_that_often(driver: Dr
     statuses = [driver.status("cuEventCreate", ctypes.byref(handle), lab.NO_TIMING) for _ in range(4)]
     assert statuses == [lab.SUCCESS, lab.OUT_OF_MEMORY, lab.OUT_OF_MEMORY, lab.SUCCESS]
     assert driver.counter("events") == before + 2
-
-
-def test_copies_are_torn_and_end_whole(driver: Driver) -> None:
-    seen = set()
-    for seed in range(40):
-        driver.quiet(seed)
-        target, streams = filled(driver.near(64), 0), [driver.stream() for _ in "ab"]
-        kept = []
-        for i, stream in enumerate(streams, start=1):
-            kept.append(filled(driver.pinned(64), i))
-            driver.copy(target, kept[-1], 64, stream)
-        driver.cuCtxSynchronize()
-        seen.add(len(set(target)))
-    assert seen == {1, 2}, "two copies onto one place mix unless they are ordered"
-
-
-def test_the_same_seed_gives_the_same_order(driver: Driver) -> None:
-    def run(seed: int) -> bytes:
-        driver.quiet(seed)
-        target, kept = filled(driver.near(64), 0), []
-        for i in range(5):
-            kept.append(filled(driver.pinned(64), i))
-            driver.copy(target, kept[-1], 64, driver.stream())
-        driver.cuCtxSynchronize()
-        return bytes(target)
-
-    assert [run(seed) for seed in range(8)] == [run(seed) for seed in range(8)]
-    assert len({run(seed) for seed in range(8)}) > 1
 
 
 def test_a_gpu_gets_on_when_no_call_comes_and_a_loop_of_queries_ends(driver: Driver) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -51,53 +48,6 @@ SHELL = [
     for line in block.replace("\\\n", " ").splitlines()
     if "-m kvpool " in line
 ]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages as HTML, made as the README says."""
-    for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "msgspec", "prometheus_client", "zmq"):
-        pytest.importorskip(package)
-    html = tmp_path_factory.mktemp("docs") / "html"
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-d",
-        str(html / "doctrees"),
-        "docs",
-        str(html),
-    ]
-    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return html
-
-
-STALE = (
-    r"has not (yet )?run on a GPU",
-    r"None of it has run on a GPU",
-    r"Nobody has measured it on a GPU",
-    r"nothing (has|ever) run on a GPU",
-    r"Neither it nor JAX has run on a GPU",
-)
-"""What the pages said before the tests of the GPU part passed on GPUs. vLLM and llama.cpp have not run on one with
-kvpool, and their pages say so."""
-ENGINE_PAGES = {"vllm.md", "llamacpp.md"}
-
-
-def test_the_pages_agree_about_what_has_run_on_a_gpu() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "cuda").glob("*.md")]
-    wrong = [
-        f"{page.relative_to(ROOT)}: {phrase}"
-        for page in pages
-        if page.name not in ENGINE_PAGES and "_build" not in page.parts
-        for phrase in STALE
-        if re.search(phrase, page.read_text(encoding="utf-8").replace("**", ""), re.IGNORECASE)
-    ]
-    assert not wrong, wrong
 
 
 @pytest.mark.exhaustive

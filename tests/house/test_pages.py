@@ -7,11 +7,9 @@ import html
 import http.server
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -51,18 +49,6 @@ async function measure() {
 }
 addEventListener('load', measure);
 </script>"""
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages as HTML. Skips where what makes them is not installed."""
-    for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "msgspec", "prometheus_client", "zmq"):
-        pytest.importorskip(package)
-    out = tmp_path_factory.mktemp("pages") / "html"
-    command = [sys.executable, "-m", "sphinx", "-q", "-d", str(out / "doctrees"), "docs", str(out)]
-    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return out
 
 
 @pytest.mark.exhaustive

@@ -74,20 +74,6 @@ def test_it_is_kept_until_the_pool_is_closed_and_not_longer(tier: str) -> None:
     assert alive() is None
 
 
-def test_a_view_keeps_the_memory_of_the_caller_too() -> None:
-    owner = DLPackOnly(aligned(BYTES["device"]))
-    alive = weakref.ref(owner)
-    cache = open_pool(device_memory=owner)
-    del owner
-    view = np.from_dlpack(cache.memory.export())
-    cache.close(force=True)
-    gc.collect()
-    assert alive() is not None and view.size
-    del view
-    gc.collect()
-    assert alive() is None
-
-
 def test_shared_memory_of_another_process_can_be_the_host_tier() -> None:
     shared = shared_memory.SharedMemory(create=True, size=BYTES["host"])
     try:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine import Engine, EventReplay
@@ -36,53 +35,6 @@ def busy(make: Make, seed: int, **options: Any) -> Engine:
         if random.random() < 0.3:
             engine.cache.content.offload(prompt)
     return engine
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_snapshot_reports_parents_before_their_children(make: Make, seed: int) -> None:
-    events = busy(make, seed, S=0, P=24).cache.events(snapshot=True)
-    stored = [event for event in events[events.before_snapshot :] if event.keys is not None]
-    known: set[bytes] = set()
-    all_keys = {key.tobytes() for event in stored for key in np.asarray(event.keys)}
-    children = 0
-    for event in stored:
-        if event.parent is not None and event.parent.tobytes() in all_keys:
-            assert event.parent.tobytes() in known
-            children += 1
-        known.update(key.tobytes() for key in np.asarray(event.keys))
-    assert children, "some chains begin at a block of another"
-    assert len(stored) < len(all_keys), "chains are reported in one event"
-
-
-def test_a_snapshot_says_of_each_block_what_storing_it_said(make: Make) -> None:
-    engine = make(P=16, event_capacity=64)
-    engine.seed(range(9), committed=8, salt="s", adapter_id="a")
-    engine.seed(range(20, 29), committed=8, extra_ids=[7, 0, 0, 0, 0, 0, 0, 0, 0])
-    engine.seed(range(13), committed=12, retention=[(0, 4, 90, None)])
-
-    def facts(events: Iterable[Event]) -> set[object]:
-        facts_stored: set[object] = set()
-        for event in events:
-            for i, key in enumerate(np.asarray(event.keys)):
-                assert event.tokens is not None
-                extra = None if event.extra_ids is None else event.extra_ids[i].tobytes()
-                names = (event.namespace, event.salt, event.adapter_id, event.priority, event.tier)
-                parent = event.parent if i == 0 else event.keys[i - 1] if event.keys is not None else None
-                facts_stored.add(
-                    (
-                        key.tobytes(),
-                        None if parent is None else parent.tobytes(),
-                        event.tokens[i].tobytes(),
-                        extra,
-                        *names,
-                    )
-                )
-        return facts_stored
-
-    events = engine.cache.events(snapshot=True)
-    before = facts(event for event in events[: events.before_snapshot] if event.kind == "stored")
-    assert len(before) == 7
-    assert facts(events[events.before_snapshot + 1 :]) == before
 
 
 def test_numbers_go_on_after_a_snapshot(make: Make) -> None:

@@ -267,17 +267,6 @@ def test_queries_select_and_name_labels_that_the_metrics_have() -> None:
                 assert ('group=~"$group"' in selector) == ("group" in labels[name])
 
 
-def test_panels_do_not_overlap_and_have_a_purpose() -> None:
-    taken: set[tuple[int, int]] = set()
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    for panel in panels:
-        place = panel["gridPos"]
-        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
-        assert not cells & taken and max(x for x, _ in cells) < 24 and panel["title"] and panel["description"]
-        taken |= cells
-
-
 # -- the command and the extra -------------------------------------------------------------------
 
 

@@ -185,27 +185,6 @@ def test_charts_are_drawn(suffix: str, arguments: list[str], tmp_path: Path, cap
     assert ("two standard errors of the sample" in text) == sampled == ("device + host</text>" not in text)
 
 
-@pytest.mark.parametrize("arguments", [SAMPLED, SIZED])
-def test_labels_of_a_chart_lie_on_no_curve(
-    arguments: list[str], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
-    from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
-    text_of(capsys, *arguments, "--plot", str(tmp_path / "plan.png"))
-    (figure,) = drawn
-    figure.draw_without_rendering()
-    curves = [line.get_transform().transform_path(line.get_path()) for line in figure.axes[0].get_lines()]
-    labels = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
-    assert len(curves) >= 4 and len(labels) > 10
-    for text in labels:
-        box = text.get_window_extent()
-        assert not any(curve.intersects_bbox(box, filled=False) for curve in curves), text.get_text()
-
-
 def test_without_matplotlib_the_extra_is_named(
     trace: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,7 @@ from kvpool import BlockLayout
 from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
 from kvpool.integrations.kv_events.replay_server import History, Place
 from kvpool.tools.replay import Replay, ReplayConfig, synthetic
-from kvpool.tools.replay.traces import Trace, read_trace
-from tests import data
+from kvpool.tools.replay.traces import Trace
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
@@ -74,11 +73,6 @@ def test_a_generated_trace_is_rebuilt_on_both_tiers(route: Route, misses: float)
 def test_a_trace_is_rebuilt_though_the_pool_drops_events(route: Route) -> None:
     publisher = follow_trace(synthetic(60), route, events=8, device_blocks=700, host_blocks=500)
     assert publisher.stats().lost_blocks and publisher.stats().resyncs > 5
-
-
-def test_a_trace_of_chats_is_rebuilt(route: Route) -> None:
-    trace = read_trace(str(data.recorded() or data.CHATS), limit=150)
-    follow_trace(trace, route, tokens=512, every=15, device_blocks=500, host_blocks=700)
 
 
 def busy(engine: Engine, count: int, seed: int = 0) -> None:

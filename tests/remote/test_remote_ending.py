@@ -127,23 +127,3 @@ def test_a_child_can_end_as_programs_do(make: Make) -> None:
     publisher.flush()
     server.close()
     publisher.close()
-
-
-def test_a_child_has_a_copy_of_the_pool_that_its_parent_does_not_see(make: Make) -> None:
-    there = worker(make)
-    tokens = stored(there, 4)
-    lease = there.cache.pin(there.keys(tokens), tier="host")
-
-    def child() -> None:
-        there.cache.reset() if not there.cache.leases else there.cache.revoke(there.cache.leases[0].owner)
-        assert there.cache.stats().host.used == 0 or not there.cache.leases
-        other = list(range(9000, 9017))
-        sequence = there.cache.add_sequence(other)
-        there.cache.commit(sequence)
-        there.cache.release(sequence)
-        there.cache.verify()
-
-    in_child(child)
-    assert not lease.closed and there.cache.match_prefix(list(range(9000, 9017))).full_tokens == 0
-    lease.close()
-    there.cache.verify()

@@ -177,26 +177,6 @@ def test_more_requests_than_the_limit_wait_or_are_refused_and_all_are_answered(m
             assert sorted(reply.id for reply in answers if isinstance(reply, Blocks)) == [1, 2]
 
 
-def test_clients_share_the_bytes_in_total(make: Make) -> None:
-    there = worker(make, 20, 16, layout=HUGE)
-    tokens = stored(there, 16)
-    limits = Limits(16, bytes_per_client=16 << 20, bytes_in_total=16 << 20)
-    with (
-        BlockServer(there.cache, limits=limits) as server,
-        Relay(server.endpoint) as relay,
-        Raw(relay.endpoint, there) as slow,
-    ):
-        slow.enter()
-        relay.hold()
-        slow.send(Get(1, 0), b"".join(there.keys(tokens)))
-        until(lambda: server.stats().transfers == 1, "transfer")
-        with Raw(server.endpoint, there) as other:
-            other.enter().send(Get(1, 0), there.keys(tokens)[0])
-            assert not other.socket.poll(200), "the total was passed"
-            relay.pass_on()
-            assert other.answer().blocks == [expected(there, tokens)[0]]
-
-
 @pytest.mark.parametrize("scheme", ENDPOINTS)
 def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, scheme: str, tmp_path: Any) -> None:
     """They have the password, ask for all they may have, and are not disconnected while this lasts."""

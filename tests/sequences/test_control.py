@@ -12,7 +12,6 @@ from engine import Engine
 from group_engine import GroupsEngine
 from kvpool import PoolClosed
 from tests import debug
-from tests.parts import owner_of
 from tests.race.lab import Lab
 
 Make = Callable[..., Engine]
@@ -326,8 +325,3 @@ def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
     for wrong in (there[:2], there.astype(np.int8), [[True]], "x"):
         with pytest.raises((TypeError, ValueError), match="there"):
             engine.cache.content.missing_blocks(prompt, wrong)
-
-
-def test_names_are_public() -> None:
-    for verb in ("keys_of", "forget", "set_priority", "cached_blocks", "missing_blocks", "request_stats"):
-        assert callable(getattr(owner_of(verb)[1], verb))
