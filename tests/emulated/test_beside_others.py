@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import small_layout
 from kvpool import BlockLayout, KVCacheManager, PagedKV, gather_kv
 from kvpool.common.jit import cache
 from kvpool.device.base import Stream
@@ -29,7 +28,6 @@ from kvpool.device.cuda.launcher import CudaLauncher
 from kvpool.device.memory.kv_copy import load_kernel
 from kvpool.device.work import Fragments
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace
-from steps import arrays
 from tests.device.pools import make_pools, on_device
 from tests.emulated import lab
 from tests.emulated.lab import ROOT, Driver
@@ -199,22 +197,6 @@ def test_a_pool_is_used_by_a_thread_whose_context_is_another_one_of_the_same_gpu
             assert driver.made("cuCtxGetCurrent") == context.value, "the thread has its context again"
         finally:
             driver.cuCtxDestroy_v2(context.value)
-
-
-def test_tables_of_a_step_are_written_on_the_stream_that_is_named(driver: Driver) -> None:
-    with KVCacheManager(small_layout(2), device_blocks=20, device="cuda", max_sequences=4) as cache:
-        stream, device = Stream(driver.stream()), cache.core.device
-        sequence = cache.add_sequence([1, 2, 3], stream=stream)
-        out = arrays(1, 3, 3, 3, put=lambda values: on_device(device, values))
-        device.synchronize()
-        go = driver.stall(stream.handle)
-        cache.tables.copy_step_tables(out, sequence, stream=stream)
-        driver.cuStreamSynchronize(0)
-        assert out.seq_lens.get().tolist() != [3], "not before what the stream has to do first"
-        go()
-        device.synchronize()
-        assert out.seq_lens.get().tolist() == [3]
-        cache.release(sequence)
 
 
 DEFAULT = """

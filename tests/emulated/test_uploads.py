@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import small_layout
 from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
@@ -16,7 +17,8 @@ from kvpool.device.cuda import COPY_PATH, CudaDevice, native
 from kvpool.device.cuda.launcher import QUERIED_ABOVE
 from kvpool.errors import DeviceError
 from kvpool.pool import StepTables
-from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, seen
+from steps import arrays
+from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver
 
@@ -280,3 +282,15 @@ def test_a_bound_of_batches_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("KVPOOL_BATCH_FRAGMENTS", bad)
     with pytest.raises(ValueError, match=f"KVPOOL_BATCH_FRAGMENTS: .*'{bad}'"):
         CudaDevice()
+
+
+def test_tables_of_a_step_are_one_launch_and_no_copy(driver: Driver) -> None:
+    device = CudaDevice()
+    with KVCacheManager(small_layout(2), device_blocks=8, device=device) as cache:
+        sequence, step = cache.add_sequence([1, 2, 3]), arrays(1, 3, 3, 3, put=lambda values: on_device(device, values))
+        cache.tables.copy_step_tables(step, sequence)
+        with driver.counting("launches", "copy_on", "cuMemAlloc_v2", "cuStreamSynchronize") as grown:
+            cache.tables.copy_step_tables(step, sequence)
+        assert grown == {"launches": 1, "copy_on": 0, "cuMemAlloc_v2": 0, "cuStreamSynchronize": 0}
+        cache.release(sequence)
+    device.close()
