@@ -63,11 +63,24 @@ def busy_engine() -> Engine:
     return engine
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Engine]:
     opened = busy_engine()
     yield opened
     opened.cache.close()
+
+
+@pytest.fixture
+def engine(busy: Engine) -> Iterator[Engine]:
+    """One pool for all tests: after each, its state and its leases are what they were."""
+    leases = busy.cache._leases._open
+    arrays = [array for array in vars(busy.cache.core.tokens).values() if isinstance(array, np.ndarray)]
+    before, open_before = [array.copy() for array in arrays], dict(leases)
+    yield busy
+    for array, content in zip(arrays, before, strict=True):
+        array[...] = content
+    leases.update(open_before)
+    busy.cache.verify()
 
 
 class View:
