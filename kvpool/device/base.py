@@ -421,11 +421,8 @@ class WrappedDevice(Device):
     def at_once(self) -> int | None:  # type: ignore[override]
         return self.inner.at_once
 
-    allocate, adopt, free = (_forwarded(name) for name in ("allocate", "adopt", "free"))
-    available_bytes, as_stream, create_stream = (
-        _forwarded(name) for name in ("available_bytes", "as_stream", "create_stream")
-    )
-    bind, copy_blocks, enqueue = (_forwarded(name) for name in ("bind", "copy_blocks", "enqueue"))
-    record, wait, query = (_forwarded(name) for name in ("record", "wait", "query"))
-    synchronize, calibrate = (_forwarded(name) for name in ("synchronize", "calibrate"))
-    host_access, close = (_forwarded(name) for name in ("host_access", "close"))
+    allocate, adopt, free = map(_forwarded, ("allocate", "adopt", "free"))
+    available_bytes, as_stream, create_stream = map(_forwarded, ("available_bytes", "as_stream", "create_stream"))
+    bind, copy_blocks, enqueue = map(_forwarded, ("bind", "copy_blocks", "enqueue"))
+    record, wait, query = map(_forwarded, ("record", "wait", "query"))
+    synchronize, calibrate, host_access, close = map(_forwarded, ("synchronize", "calibrate", "host_access", "close"))

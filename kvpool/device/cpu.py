@@ -10,13 +10,11 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.base import BaseContext
-from numba.core.typing import Context, Signature
 
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.strided import StridedArray
-from kvpool.common.jit import intrinsic, jit
-from kvpool.common.jit.intrinsics import memcpy
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import Code, memcpy, prefetch_at, primitive
 from kvpool.device import copy_plan
 from kvpool.device.base import (
     BOUND_ALREADY,
@@ -47,46 +45,29 @@ def plan_of(v):  # type: ignore[no-untyped-def]
     return CopyPlan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
 
 
-@intrinsic(lambda address: None)
-def _prefetch(typingctx: Context, address: types.Type) -> Any:
+@primitive(lambda address: None, lambda address: types.none)
+def _prefetch(code: Code) -> None:
     """Fetch a cache line. An address that is not mapped does no harm."""
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        i32 = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], function_type)
-        # Fetch data, for reading, into the second-level cache. The first level is too small for all that is fetched at
-        # a time.
-        read, level_two, data = i32(0), i32(2), i32(1)
-        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, level_two, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    # Into the second-level cache: the first level is too small for all that is fetched at a time.
+    prefetch_at(code, code.builder.inttoptr(code.word(0), cgutils.voidptr_t), 2)
 
 
-@intrinsic(lambda target, source: ctypes.memmove(int(target), int(source), LINE))
-def _stream_line(typingctx: Context, target: types.Type, source: types.Type) -> Any:
+@primitive(
+    lambda target, source: ctypes.memmove(int(target), int(source), LINE),
+    lambda target, source: types.none,
+)
+def _stream_line(code: Code) -> None:
     """Copy one cache line with a store that bypasses the caches. The target is a multiple of the line's size."""
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
-        value = builder.load(builder.inttoptr(args[1], line), align=1)
-        store = builder.store(value, builder.inttoptr(args[0], line), align=LINE)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
+    target, source = (code.builder.inttoptr(code.word(i), line) for i in range(2))
+    store = code.builder.store(code.builder.load(source, align=1), target, align=LINE)
+    store.set_metadata("nontemporal", code.builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
-@intrinsic(lambda: None)
-def fence(typingctx: Context) -> Any:
+@primitive(lambda: None, lambda: types.none)
+def fence(code: Code) -> None:
     """Make streamed lines visible to other threads before any later write."""
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    code.builder.fence("seq_cst")
 
 
 @jit
@@ -327,8 +308,7 @@ class CpuDevice(Device):
         return self._bound
 
     def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
-        for rows, plan in self._pool().planned(copy_ops, layers):
-            copier(rows, plan)(rows, plan)
+        self._pool().copy_blocks(copy_ops, layers)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         if captured:

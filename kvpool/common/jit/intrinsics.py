@@ -51,7 +51,7 @@ def _counted(index: Any) -> Any:
     return index
 
 
-class _Code(NamedTuple):
+class Code(NamedTuple):
     """Where the code of an intrinsic goes, and the types and values of its arguments."""
 
     context: Any
@@ -72,16 +72,16 @@ class _Code(NamedTuple):
         return cgutils.get_item_pointer(self.context, self.builder, self.kinds[0], self.array(), [self.word(1)])
 
 
-def _primitive(plain: Callable[..., Any], result: Callable[..., Any]) -> Callable[[Callable[[_Code], Any]], Any]:
+def primitive(plain: Callable[..., Any], result: Callable[..., Any]) -> Callable[[Callable[[Code], Any]], Any]:
     """Decorator: an intrinsic that does what ``plain`` does in the interpreter.
 
     ``result`` gives its type from the types of the arguments. The decorated function emits its code.
     """
 
-    def decorate(emit: Callable[[_Code], Any]) -> Any:
+    def decorate(emit: Callable[[Code], Any]) -> Any:
         def definition(typingctx: Any, *kinds: types.Type) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                made = emit(_Code(context, builder, signature.args, args))
+                made = emit(Code(context, builder, signature.args, args))
                 return context.get_dummy_value() if made is None else made
 
             return result(*kinds)(*kinds), codegen
@@ -95,14 +95,14 @@ def _primitive(plain: Callable[..., Any], result: Callable[..., Any]) -> Callabl
     return decorate
 
 
-@_primitive(lambda array, index: np.int64(array[index]), lambda array, index: array.dtype)
-def load(code: _Code) -> Any:
+@primitive(lambda array, index: np.int64(array[index]), lambda array, index: array.dtype)
+def load(code: Code) -> Any:
     """Atomic read of ``array[index]``, an array of integers."""
     return code.builder.load_atomic(code.element(), "seq_cst", code.kinds[0].dtype.bitwidth // 8)
 
 
-@_primitive(lambda array, index, value: array.__setitem__(index, value), lambda array, index, value: types.none)
-def store(code: _Code) -> None:
+@primitive(lambda array, index, value: array.__setitem__(index, value), lambda array, index, value: types.none)
+def store(code: Code) -> None:
     """Atomic write of ``array[index]``, ordered after all earlier writes of this thread."""
     pointer, value = code.element(), code.word(2)
     code.builder.store_atomic(value, pointer, "release", code.kinds[0].dtype.bitwidth // 8)
@@ -115,8 +115,8 @@ def _plain_compare_exchange(array: Any, index: int, expected: int, desired: int)
     return same
 
 
-@_primitive(_plain_compare_exchange, lambda array, index, expected, desired: types.boolean)
-def compare_exchange(code: _Code) -> Any:
+@primitive(_plain_compare_exchange, lambda array, index, expected, desired: types.boolean)
+def compare_exchange(code: Code) -> Any:
     """Store ``desired`` if ``array[index] == expected``. Returns whether it did."""
     pointer = code.element()
     old, new = map(code.word, (2, 3))
@@ -131,8 +131,8 @@ def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     return _Array(shape, element_type if element_type.names is None else np.dtype((_Record, element_type)), memory)
 
 
-@_primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))
-def array_at(code: _Code) -> Any:
+@primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))
+def array_at(code: Code) -> Any:
     """The memory at the integer ``address`` as a C-ordered array of ``shape`` (a tuple) and ``dtype``. The caller keeps
     it alive.
 
@@ -153,14 +153,14 @@ def array_at(code: _Code) -> Any:
     return array._getvalue()
 
 
-@_primitive(lambda address, dtype: _plain_array_at(int(address), (1,), dtype)[0], lambda address, dtype: dtype.dtype)
-def record_at(code: _Code) -> Any:
+@primitive(lambda address, dtype: _plain_array_at(int(address), (1,), dtype)[0], lambda address, dtype: dtype.dtype)
+def record_at(code: Code) -> Any:
     """The memory at the integer ``address`` as a reference to one record of ``dtype``. The caller keeps it alive."""
     return code.builder.inttoptr(code.word(0), code.context.get_value_type(code.kinds[1].dtype))
 
 
-@_primitive(lambda array: int(array.ctypes.data), lambda array: types.int64)
-def address_of(code: _Code) -> Any:
+@primitive(lambda array: int(array.ctypes.data), lambda array: types.int64)
+def address_of(code: Code) -> Any:
     """The address of the first element as an int64. Whoever keeps the address keeps the array alive."""
     return code.builder.ptrtoint(code.array().data, ir.IntType(64))
 
@@ -193,8 +193,8 @@ def entry_of(function: Any, *arguments: Any) -> int:
     return id(function)
 
 
-@_primitive(lambda entry, args: np.int64(_functions[int(entry)](*args) or 0), lambda entry, args: types.int64)
-def call(code: _Code) -> Any:
+@primitive(lambda entry, args: np.int64(_functions[int(entry)](*args) or 0), lambda entry, args: types.int64)
+def call(code: Code) -> Any:
     """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers must be
     int64, and arrays contiguous.
 
@@ -214,28 +214,32 @@ def call(code: _Code) -> Any:
     return answer
 
 
-@_primitive(
+@primitive(
     lambda target, source, nbytes: ctypes.memmove(*map(int, (target, source, nbytes))),
     lambda target, source, nbytes: types.void,
 )
-def memcpy(code: _Code) -> None:
+def memcpy(code: Code) -> None:
     """libc's memcpy between two addresses."""
     target, source, nbytes = map(code.word, range(3))
     pointers = [code.builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source)]
     cgutils.raw_memcpy(code.builder, *pointers, nbytes, 1)
 
 
-@_primitive(lambda value: int(value).bit_length(), lambda value: types.int64)
-def bit_length(code: _Code) -> Any:
+@primitive(lambda value: int(value).bit_length(), lambda value: types.int64)
+def bit_length(code: Code) -> Any:
     """The number of bits of a non-negative int64, without leading zeros."""
     return code.builder.sub(ir.IntType(64)(64), code.builder.ctlz(code.word(0), ir.IntType(1)(0)))
 
 
-@_primitive(lambda array, index: None, lambda array, index: types.none)
-def prefetch(code: _Code) -> None:
-    """Begin to load the cache line of ``array[index]``. The index may be any integer: a prefetch cannot fault."""
-    place = code.builder.bitcast(code.element(), cgutils.voidptr_t)
+def prefetch_at(code: Code, place: Any, level: int) -> None:
+    """Emit a load of the cache line at a pointer, for reading, into the caches from ``level`` on: 3 is the nearest."""
     word = ir.IntType(32)
     declared = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
     function = code.builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], declared)
-    code.builder.call(function, [place, word(0), word(3), word(1)])
+    code.builder.call(function, [place, word(0), word(level), word(1)])
+
+
+@primitive(lambda array, index: None, lambda array, index: types.none)
+def prefetch(code: Code) -> None:
+    """Begin to load the cache line of ``array[index]``. The index may be any integer: a prefetch cannot fault."""
+    prefetch_at(code, code.builder.bitcast(code.element(), cgutils.voidptr_t), 3)

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.base import BaseContext
-from numba.core.typing import Context, Signature
 
 from kvpool.common.arrays import Int64s
-from kvpool.common.jit import intrinsic, jit
-from kvpool.common.jit.intrinsics import address_of, array_at
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import Code, address_of, array_at, primitive
 from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.fragments import UNIT, tabulate_blocks, tabulate_fragments
 from kvpool.device.launches import COUNT_MAX, PIECE_WORDS, ROW_BYTES, WARP
@@ -43,23 +40,18 @@ def _plain_call(address: int, arguments: tuple[int, ...]) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * len(arguments))(address)(*map(int, arguments)))
 
 
-@intrinsic(_plain_call)
-def call_c(typingctx: Context, address: types.Type, arguments: types.Type) -> Any:
+@primitive(_plain_call, lambda address, arguments: types.int64)
+def call_c(code: Code) -> Any:
     """Call a function of C, by its address, with a tuple of integers. Returns its int.
 
     Each argument is passed as 64 bits. The calling conventions of 64-bit systems leave the upper half of a narrower
     integer open.
     """
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        word = ir.IntType(64)
-        kinds = tuple(signature.args[1])
-        values = cgutils.unpack_tuple(builder, args[1], len(kinds))
-        words = [context.cast(builder, value, kind, types.int64) for value, kind in zip(values, kinds, strict=True)]
-        function = builder.inttoptr(args[0], ir.FunctionType(ir.IntType(32), [word] * len(words)).as_pointer())
-        return builder.sext(builder.call(function, words), word)
-
-    return types.int64(types.int64, arguments), codegen
+    word, kinds = ir.IntType(64), tuple(code.kinds[1])
+    values = zip(cgutils.unpack_tuple(code.builder, code.values[1]), kinds, strict=True)
+    words = [code.context.cast(code.builder, value, kind, types.int64) for value, kind in values]
+    kind = ir.FunctionType(ir.IntType(32), [word] * len(words)).as_pointer()
+    return code.builder.sext(code.builder.call(code.builder.inttoptr(code.word(0), kind), words), word)
 
 
 _frames: deque[Any] = deque(maxlen=64)
@@ -71,15 +63,11 @@ def _plain_frame() -> int:
     return ctypes.addressof(_frames[-1])
 
 
-@intrinsic(_plain_frame)
-def frame(typingctx: Context) -> Any:
+@primitive(_plain_frame, lambda: types.int64)
+def frame(code: Code) -> Any:
     """The address of some words of the calling function's frame, for what functions of C read and write."""
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        words = cgutils.alloca_once(builder, ir.IntType(64), size=_FRAME_WORDS)
-        return builder.ptrtoint(words, ir.IntType(64))
-
-    return types.int64(), codegen
+    words = cgutils.alloca_once(code.builder, ir.IntType(64), size=_FRAME_WORDS)
+    return code.builder.ptrtoint(words, ir.IntType(64))
 
 
 @jit
