@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from kvpool.common.arrays import Int32s, Int64s, Uint8s
+from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.strided import in_numpy
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import array_at
@@ -78,8 +78,8 @@ class StagedRows(NamedTuple):
     def check(self) -> None:
         """For devices that look for races, where a buffer that was reused too early may hold anything. Raises
         ValueError for a write outside the table."""
-        _, rows, planes = staged_arrays(self)
-        starts, shape = planes[:, START], self.table.shape
+        numbers = self.buffer[ids_bytes(self.rows, self.width) : staged_bytes(*self[3:6])].view(np.int64)
+        rows, starts, shape = numbers[: self.rows], numbers[self.rows :: 3], self.table.shape
         inside = (rows >= 0).all() and (rows < shape[-2]).all() and self.columns <= shape[-1]
         if not inside or not np.isin(starts, self.table.starts()).all():
             raise ValueError(
@@ -108,14 +108,6 @@ def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any,
 def staged_bytes(planes: int, rows: int, width: int) -> int:
     """The bytes of ids, rows and planes in the buffer."""
     return ids_bytes(rows, width) + 8 * rows + 24 * planes
-
-
-def staged_arrays(staged: StagedRows) -> tuple[Int32s, Int64s, Int64s]:
-    """Ids, rows and planes of an upload, as views of its buffer."""
-    ids = 4 * staged.rows * staged.width
-    numbers = staged.buffer[(ids + 7) // 8 * 8 : staged_bytes(*staged[3:6])].view(np.int64)
-    rows, planes = numbers[: staged.rows], numbers[staged.rows :].reshape(staged.planes, 3)
-    return staged.buffer[:ids].view(np.int32).reshape(staged.rows, staged.width), rows, planes
 
 
 @jit
@@ -154,9 +146,6 @@ class StagedVectors(NamedTuple):
     def written(self) -> list[Table]:
         """What the device will write."""
         return [vector for vector, _, _ in self.pieces]
-
-    def check(self) -> None:
-        """The pieces are in no buffer, so there is nothing to check."""
 
 
 def make_table(
@@ -286,13 +275,17 @@ def _itemsize(name: str) -> int:
 
 def check_apart(tables: dict[str, Table]) -> None:
     """Raise ValueError if tables of a step share memory."""
-    ranges = []
+    spans = []
     for name, table in tables.items():
         if 0 not in table.shape:
             last = sum((count - 1) * step for count, step in zip(table.shape, table.strides, strict=True))
-            ranges.append((table.address, table.address + last + _itemsize(name), name))
-    ranges.sort()
-    for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+            spans.append((table.address, table.address + last + _itemsize(name), name))
+    check_spans(spans)
+
+
+def check_spans(spans: Iterable[tuple[int, int, str]]) -> None:
+    """Raise ValueError, with the names of two, if ranges of addresses overlap: (first, end, name)."""
+    for (_, end, name), (begin, _, other) in pairwise(sorted(span for span in spans if span[0] < span[1])):
         if begin < end:
             raise ValueError(f"{name}: expected memory of its own, got some that {other} has too")
 
@@ -381,17 +374,13 @@ def _write_row(at: int, columns: int, begin: int, row: int, filled: int, sinks: 
 
     The entries of the sinks are at ``begin``. The entry of a later column c is at ``row + 4 * c``.
     """
-    if holes:
-        wanted = array_at(at, (columns,), np.int32)
-        _run(begin, at, sinks)
-        for c in range(sinks, sinks + holes):
-            wanted[c] = -1
-        _run(row + 4 * (sinks + holes), at + 4 * (sinks + holes), filled - sinks - holes)
-    else:
-        _run(begin, at, filled)
-    rest = array_at(at + 4 * filled, (columns - filled,), np.int32)
-    for c in range(columns - filled):
-        rest[c] = -1
+    wanted = array_at(at, (columns,), np.int32)
+    _run(begin, at, sinks)
+    for c in range(sinks, sinks + holes):
+        wanted[c] = -1
+    _run(row + 4 * (sinks + holes), at + 4 * (sinks + holes), filled - sinks - holes)
+    for c in range(filled, columns):
+        wanted[c] = -1
 
 
 @jit
@@ -422,6 +411,7 @@ def write_step(numbers_at: int, count: int, ids_at: int, packed: bool, width: in
         if i == count:
             break
         filled, begin = (length + width - 1) // width, ids_at + 4 * stored
+        first = min(sinks, filled)
         row = begin - (4 * holes if packed else 0)
         if places[SEQ_LENS]:
             seq_lens[i] = length
@@ -430,12 +420,10 @@ def write_step(numbers_at: int, count: int, ids_at: int, packed: bool, width: in
         if slots:
             _write_slots(slots + 8 * query, row, length - (numbers[i + 1, QUERY] - query), length, width)
         if table:
-            _write_row(table + i * places[ROW_STRIDE], places[COLUMNS], begin, row, filled, sinks, holes)
-        if indices and holes:
-            _run(begin, indices + 4 * blocks, sinks)
-            _run(row + 4 * (sinks + holes), indices + 4 * (blocks + sinks), filled - sinks - holes)
-        elif indices:
-            _run(begin, indices + 4 * blocks, filled)
+            _write_row(table + i * places[ROW_STRIDE], places[COLUMNS], begin, row, filled, first, holes)
+        if indices:
+            _run(begin, indices + 4 * blocks, first)
+            _run(row + 4 * (first + holes), indices + 4 * (blocks + first), filled - first - holes)
         blocks += filled - holes
 
 

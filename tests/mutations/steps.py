@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         "columns_behind_the_last_block_keep_what_they_had",
         "_write_row",
-        "rest[c] = -1",
+        "for c in range(filled, columns):\n    wanted[c] = -1",
         "pass",
         "A kernel that reads whole rows reads blocks of the step before.",
         _tables("test_tables_of_a_step_are_those_of_the_reference"),

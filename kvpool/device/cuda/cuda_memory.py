@@ -24,7 +24,7 @@ from kvpool.common.progress import shown_progress
 from kvpool.device.base import HostViews
 from kvpool.device.cuda.registrations import Hold, Registrar, Registration, Span, chunk_rows, pinned_ends, whole_pages
 from kvpool.device.cuda.runtime import SYSFS, Driver, RuntimeCalls, is_registered_already
-from kvpool.device.memory.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram
+from kvpool.device.memory.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram, in_huge_pages
 from kvpool.device.work import StepTargets, Table, make_table
 from kvpool.errors import DeviceError
 
@@ -265,11 +265,7 @@ def _map(nbytes: int) -> Uint8s:
         raise MemoryError(f"the system gives no range of {nbytes} bytes: {error}") from None
     # A page that is shared with a forked process is copied when it is written. The driver would keep the other copy.
     mapping.madvise(mmap.MADV_DONTFORK)
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # A kernel without huge pages.
-    return np.frombuffer(mapping, np.uint8)
+    return in_huge_pages(mapping)
 
 
 def _touch(array: Uint8s, start: int) -> None:

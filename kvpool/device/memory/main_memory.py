@@ -9,6 +9,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -212,10 +213,13 @@ def _map(fd: int, nbytes: int, *, inherited: bool = True) -> Uint8s:
     if not inherited:
         _not_inherited[mapping] = nbytes
         mapping.madvise(mmap.MADV_DONTFORK)
-    try:
+    return in_huge_pages(mapping)
+
+
+def in_huge_pages(mapping: mmap.mmap) -> Uint8s:
+    """The bytes of a mapping, which is asked to have huge pages. Some kernels have none."""
+    with suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # A kernel without huge pages.
     return np.frombuffer(mapping, np.uint8)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from kvpool.common.arrays.layout import BlockLayout, PoolIds, Tier
 from kvpool.common.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import TIERS, Device
 from kvpool.device.regions import BLOCKS_MAX, Part, Region
+from kvpool.device.work import check_spans
 from kvpool.errors import InsufficientMemory, PoolClosed
 
 ADDRESSABLE_BYTES = sys.maxsize // 2
@@ -101,11 +101,7 @@ class MemoryPools:
         _check_room(device, needs)
         regions = _regions(self.layouts, counts, _allocate(device, needs, shared))
         self._regions: tuple[Region, ...] | None = regions
-        self._bases = [
-            [[as_strided("pool", tiers[i]).address for _, *tiers in region.parts] for region in regions]
-            for i in range(2)
-        ]
-        self._places = [_places(regions, self._bases, part) for part in range(max(map(len, self.layouts)))]
+        self._places = [_places(regions, part) for part in range(max(map(len, self.layouts)))]
         try:
             device.bind(regions)
         except BaseException:
@@ -150,8 +146,7 @@ class MemoryPools:
 
     def address(self, tier: str, group: int = 0, part: int = 0) -> int:
         """The address of the first byte of a part in a tier."""
-        self._open()
-        return self._bases[TIERS.index(tier)][group][part]
+        return as_strided("pool", self.flat(tier, group, part)).address
 
     def addresses(self, ids: Int64s, part: int = 0) -> Int64s:
         """The address of the first byte of each block by id, in one part of its group. The bytes of a host block are
@@ -235,21 +230,21 @@ def _regions(layouts: Layouts, counts: list[tuple[int, ...]], pools: list[Any]) 
     )
 
 
-def _places(regions: tuple[Region, ...], bases: list[list[list[int]]], part: int) -> Int64s:
+def _places(regions: tuple[Region, ...], part: int) -> Int64s:
     """int64[4, 2 * groups]: first id, end of ids, address and step, of the device blocks of one part of each group,
     then of the host blocks.
 
     Address and step are 0 if a group has no such part.
     """
-    having = [region.parts[part].layout if part < len(region.parts) else None for region in regions]
-    steps = [
-        layout.device_strides(region.device_blocks).block if layout else 0
-        for layout, region in zip(having, regions, strict=True)
-    ]
-    steps += [layout.block_bytes if layout else 0 for layout in having]
+    places = [(0, 0)] * (2 * len(regions))
+    for group, region in enumerate(regions):
+        if part < len(region.parts):
+            layout, *pools = region.parts[part]
+            steps = layout.device_strides(region.device_blocks).block, layout.block_bytes
+            for tier, step in enumerate(steps):
+                places[tier * len(regions) + group] = as_strided("pool", pools[tier]).address, step
     ids = PoolIds([region.device_blocks for region in regions], [region.host_blocks for region in regions])
-    firsts = [parts[part] if part < len(parts) else 0 for of_tier in bases for parts in of_tier]
-    return np.array([ids.edges[:-1], ids.edges[1:], firsts, steps], np.int64)
+    return np.array([ids.edges[:-1], ids.edges[1:], *zip(*places, strict=True)], np.int64)
 
 
 def _check_room(device: Device, needs: list[_Need]) -> None:
@@ -279,7 +274,8 @@ def _allocate(device: Device, needs: list[_Need], shared: bool) -> list[Any]:
                 )
             except MemoryError as error:
                 raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
-        _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.memory is not None])
+        spans = [(as_strided("pool", pool).address, need) for need, pool in zip(needs, pools, strict=True)]
+        check_spans((start, start + need.nbytes, need.name) for start, need in spans if need.memory is not None)
     except BaseException:
         _free(device, pools)
         raise
@@ -296,16 +292,6 @@ def _free(device: Device, pools: list[Any]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def _check_apart(adopted: list[tuple[str, Any]]) -> None:
-    """Raise ValueError for memory of the caller that shares bytes."""
-    spans = [(name, as_strided("pool", pool).address, pool.nbytes) for name, pool in adopted if pool.nbytes]
-    for (name, start, size), (other, other_start, other_size) in combinations(spans, 2):
-        if start < other_start + other_size and other_start < start + size:
-            raise ValueError(
-                f"{name}: expected memory of its own for each tier of each part, got some that {other} has too"
-            )
 
 
 def _adopt(device: Device, tier: str, source: Any, nbytes: int, name: str) -> Any:

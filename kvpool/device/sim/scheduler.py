@@ -8,8 +8,9 @@ import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -68,15 +69,15 @@ _GROUPS = 4
 _FIRST_CREATED = 1 << 63
 
 
-class Task:
+class Task(NamedTuple):
     """Work in the queue of a stream. Each of its ``steps`` returns whether it was the last one. ``writes`` (rows) are
     what it writes, ``bound`` is whether it touches blocks, ``mirrored`` whether it is done on the shadow too."""
 
-    def __init__(
-        self, access: Access, writes: Rows, steps: Iterator[bool], bound: bool = True, mirrored: bool = False
-    ) -> None:
-        self.access, self.writes, self.steps = access, writes, steps
-        self.bound, self.mirrored = bound, mirrored
+    access: Access
+    writes: Rows
+    steps: Iterator[bool]
+    bound: bool = True
+    mirrored: bool = False
 
 
 def copying(copy_ops: Int64s, shadow: Shadow, chunk_bytes: int, layers: Layers, choices: Choices) -> Iterator[bool]:
@@ -105,11 +106,13 @@ class SimEvent(DeviceEvent):
         self.done, self.queries = False, 0
 
 
+@dataclass(eq=False)
 class Wait:
     """Holds its stream until an event is complete, or without one until it is ``opened``."""
 
-    def __init__(self, access: Access, event: SimEvent | None = None) -> None:
-        self.access, self.event, self.opened = access, event, False
+    access: Access
+    event: SimEvent | None = None
+    opened: bool = False
 
 
 Entry: TypeAlias = Task | SimEvent | Wait

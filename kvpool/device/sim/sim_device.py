@@ -118,9 +118,7 @@ class HostSpan:
     def __enter__(self) -> None:
         self._begin()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
 
@@ -594,6 +592,6 @@ class SimDevice(Device):
 
 def _run(work: Work, bound: Shadow) -> None:
     """Do work on the pools alone, not on their shadow. A buffer may have been written too early."""
-    if not isinstance(work, Fragments | TokenMoves):
+    if isinstance(work, StagedRows | StagedStep):
         work.check()
     work.run(bound.real)
