@@ -1,5 +1,4 @@
-"""Deadlines: until when each reservation, of a pool or of a host cache, is to be published, and which of them have
-expired."""
+"""Deadlines: the times by which reservations of a pool or a host cache must be published, and which have expired."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ class Deadlines(Generic[Key]):
         self._due: dict[Key, int] = {}
         # No deadline is before this time, so that most calls compare two numbers and look at no key.
         self._first = _NEVER
+        # Keys whose deadline has passed, and whose writer has not ended.
         self.overdue: dict[Key, None] = {}
-        """keys whose deadline has passed, and whose writer has not ended"""
+        # The number of reservations that have expired so far.
         self.expired = 0
-        """how many reservations have expired so far"""
 
     def __bool__(self) -> bool:
         """Whether a reservation can still expire."""

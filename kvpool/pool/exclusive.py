@@ -1,4 +1,4 @@
-"""Exclusive: several calls of one thread, with no call of another thread between them."""
+"""Exclusive: a context manager for several calls of one thread, with no call of another thread between them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Exclusive(LockHold):
         self._core, self._settle = core, settle
 
     def check(self, call: str = "") -> None:
-        """Raise RuntimeError in any other call than those that are allowed, by its name. A call is what code outside
-        the package has called: the caller of the block, or a destructor inside it. ``call``: its name, if known."""
+        """Raise RuntimeError, with the name of the call, unless the call is allowed inside the block. A call is the
+        function that code outside the package has called: in the block, or in a destructor. ``call``: its name, if
+        known."""
         if not self.is_live:
             return
         frame: FrameType | None = sys._getframe(1)
@@ -57,7 +58,7 @@ class Exclusive(LockHold):
         self._core.transfer.let_go()
 
     def leave(self, raised: bool) -> None:
-        """Enqueue what the block has decided, oldest first, and close the leases whose copies the device refuses."""
+        """Enqueue the copies of the block, oldest first, and close the leases whose copies the device refuses."""
         core = self._core
         core.flush()
         if raised:

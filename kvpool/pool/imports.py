@@ -1,12 +1,21 @@
-"""Imports: KV that a loader or a store brings from elsewhere, into blocks of live sequences, of reservations, or of the
+"""Imports: calls for KV that a loader or a store writes into blocks of live sequences, of reservations, or of the
 host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
-from kvpool.common.arguments import Ids, id_array, list_argument, priority_argument, text_argument, ttl_argument
+from kvpool.common.arguments import (
+    ForeignArray,
+    Ids,
+    id_array,
+    list_argument,
+    priority_argument,
+    text_argument,
+    ttl_argument,
+)
+from kvpool.common.arrays import Array
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.device.base import StreamLike
 from kvpool.pool.core import Core
@@ -16,9 +25,33 @@ from kvpool.pool.prompts import PARTS_MAX, LayerLoads
 from kvpool.pool.reservations import ImportWriter, LoadTarget, Reservation, Reservations, block_buffer
 from kvpool.state import records
 
+BlockBuffer: TypeAlias = "bytes | bytearray | memoryview | Array | ForeignArray"
+"""The bytes of one block: a contiguous buffer, or an array of any package."""
+
 
 class Imports:
-    """KV that comes from elsewhere: ``cache.imports``. Thread-safe."""
+    """The calls by which KV from elsewhere comes into a pool. It is ``KVCacheManager.imports``.
+
+    There are three ways. ``reserve`` takes device blocks for a prompt that no sequence computes, such as one from a
+    prefill worker. ``load_targets`` returns the blocks of live sequences, for a store that fills them in place of the
+    engine. ``import_blocks`` copies full blocks into the host tier.
+
+    Notes
+    -----
+    Thread-safe.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     with cache.imports.reserve(range(6), owner="prefill worker") as reservation:
+    ...         print(reservation.slot_mapping)  # write the KV there, then:
+    ...         reservation.commit()
+    ...     print(cache.match_prefix(range(6)).tokens)
+    [0 1 2 3 4 5]
+    5
+    """
 
     def __init__(self, core: Core, requests: PromptRequests, reservations: Reservations, writer: ImportWriter) -> None:
         self.core, self._requests, self._reservations, self._writer = core, requests, reservations, writer
@@ -33,24 +66,50 @@ class Imports:
         encoder_tokens: int | None = None,
         deadline_ms: int | None = None,
     ) -> Reservation:
-        """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere.
-        Changes the pool.
+        """Take device blocks for a prompt whose KV a loader writes, in this process or another.
 
-        What the pool already has of the prompt is held (and onboarded), as for a sequence. The loader must not write
-        it. Nobody finds the rest before ``Reservation.commit``. ``stream``: the loader's. Without one, the call waits,
-        without a lock, until nothing that is enqueued touches the blocks. Then anybody may write to them, from any
-        process and stream.
+        The cached prefix of the prompt is held, and copied to the device if need be, as for a sequence; the loader must
+        not write it. Other prompts find the rest only after ``Reservation.commit``.
 
-        ``owner`` names the loader, for ``revoke`` and for people. ``retention`` and ``encoder_tokens`` are as in
-        ``add_sequence``; ``encoder_tokens=0`` takes no blocks for cross attention, which a commit never publishes. A
-        reservation takes one of ``max_sequences``, and counts as no reuse in the statistics.
+        Parameters
+        ----------
+        prompt : BlockKeys or array_like of int, shape (n,)
+            The prompt.
+        owner : str, default ""
+            Name of the loader, for ``KVCacheManager.revoke`` and for people.
+        retention : sequence of RetentionRange, optional
+            How long to keep the blocks, as in ``KVCacheManager.add_sequence``.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the loader writes; it waits for earlier users of the blocks. Without a stream, the call
+            itself waits for them, and the loader can write from any process and stream.
+        encoder_tokens : int, optional
+            As in ``KVCacheManager.add_sequence``, in a pool with a group for cross attention. 0 takes no blocks for it,
+            since a commit does not publish them.
+        deadline_ms : int, optional
+            The reservation expires this many milliseconds after the call. By default it never does.
 
-        The reservation expires ``deadline_ms`` after this call (None, the default: never). If it was not committed by
-        then, ``commit`` is refused, and it counts in ``stats`` as expired. Its blocks stay out of use until ``abort``
-        or ``revoke``, since the loader may still write them. There is no thread: deadlines are checked by each call
-        that ends a reservation, by ``Reservation.overdue`` and by ``stats``.
+        Returns
+        -------
+        Reservation
+            The blocks, and the slots of the tokens to write.
 
-        Thread-safe. Raises OutOfBlocks, OutOfSequences, DeviceError, ValueError, TypeError.
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument, and for a prompt that can never fit.
+        OutOfBlocks, OutOfSequences
+            Where too few device blocks or rows are free.
+        DeviceError, PoolClosed
+            Where the device has failed; after the pool was closed.
+
+        Notes
+        -----
+        Changes the pool. A reservation takes one of ``max_sequences`` rows. Statistics do not count it as reuse. A wait
+        for the device holds no lock.
+
+        ``commit`` of an expired reservation is refused, and ``stats`` counts it. Its blocks stay out of use until
+        ``abort`` or ``revoke``, since the loader may still write them. No thread runs for this: deadlines are checked
+        by calls that end a reservation, by ``Reservation.overdue`` and by ``stats``.
         """
         ranges = None if retention is None else [retention]
         (keys,), row, *_ = arrivals = self._requests.arrivals(
@@ -68,39 +127,86 @@ class Imports:
         return self._reservations.all
 
     def load_targets(self, ids: Ids, *, stream: StreamLike = None) -> list[LoadTarget]:
-        """Where a store may write for live sequences, in place of the engine: all tokens after the committed ones.
+        """Return the blocks of live sequences into which a loader can write, in place of the engine.
 
-        ``stream``: the loader's, on which these sequences are used from now on. Without one, the call waits as
-        ``reserve`` does. Then call ``commit`` for the tokens that came: with the loader's stream, or when the bytes are
-        there. The engine continues with ``block_table(ids, stream)``, or any other call that names its own stream.
-        Changes nothing else. Thread-safe as long as nobody else changes these sequences. Raises UnknownSequence,
-        DeviceError, ValueError, TypeError.
+        It can write all tokens after the committed ones. Then call ``KVCacheManager.commit`` for the tokens that it has
+        written: with the loader's stream, or after the writes are done. The engine continues with any call that names
+        its own stream, such as ``block_table(ids, stream)``.
+
+        Parameters
+        ----------
+        ids : int or array_like of int64, shape (n,)
+            The sequences.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the loader writes, and on which the sequences are used from now on. Without a stream,
+            the call waits for earlier users of the blocks.
+
+        Returns
+        -------
+        list of LoadTarget
+            The blocks and slots of each sequence.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Changes nothing but the stream of the sequences. No other thread may change these sequences meanwhile.
         """
         return self._reservations.load_targets(id_array("ids", ids), stream)
 
     def import_blocks(
         self,
         prompt: BlockKeys,
-        data: Sequence[Any],
+        data: Sequence[BlockBuffer],
         *,
         first: int = 0,
         priority: int = records.DEFAULT_PRIORITY,
         group: int | None = None,
     ) -> int:
-        """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request
-        with it hits.
+        """Copy the KV of full blocks of a prompt into the host tier, so that later requests hit them.
 
-        ``data``: for each block a buffer or array of ``layout.block_bytes``, laid out as a block of ``host_pool``. The
-        keys are the prompt's, which this pool computed. Blocks that are cached already are skipped. The call stops
-        where the host has no room, and returns how many blocks were stored. Nobody finds a block while it is being
-        written. If the pool is reset meanwhile, nothing is stored. The call waits, without a state or transfer lock,
-        for copies out of the memory that it takes, and for other imports.
+        Blocks that are cached already are skipped. The call stops where the host tier has no room.
 
-        ``group``: the index of a group of layers, required where there are several. A request hits once all groups have
-        what they need of a prefix. A buffer has ``groups[group].block_bytes``: the block in ``host_pools[group][0]``,
-        then the block in the next part. In a recurrent group, block i is the state after the i-th full block. Groups
-        for cross attention are refused. Thread-safe; changes the pool. Raises TypeError, ValueError, PoolClosed,
-        DeviceError.
+        Parameters
+        ----------
+        prompt : BlockKeys
+            The prompt, from ``KVCacheManager.block_keys`` of this pool.
+        data : sequence of buffers or arrays
+            The KV of blocks ``first``, ``first + 1``, ...: ``groups[group].block_bytes`` each, laid out as a block of
+            ``host_pools[group][0]``, followed by the block of each further layout of the group. In a recurrent group,
+            block i is the state after the i-th full block.
+        first : int, default 0
+            The index of the first block.
+        priority : int, default 35
+            0 (evicted first) to 100 (evicted last).
+        group : int, optional
+            The index of a group of layers, required where there are several. A request hits a prefix once all groups
+            have what they need of it. A group for cross attention is refused.
+
+        Returns
+        -------
+        int
+            Number of blocks that were stored.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument. Nothing is stored then.
+        DeviceError, PoolClosed
+            Where the device has failed; after the pool was closed.
+
+        Notes
+        -----
+        Changes the pool. Other calls find a block only after it is written. The call waits for copies out of the memory
+        that it takes, and for other imports; it holds no state or transfer lock meanwhile. If the pool is reset during
+        the call, nothing is stored.
         """
         if not isinstance(prompt, BlockKeys):
             raise TypeError(f"prompt: expected the BlockKeys of this pool, got {prompt!r:.80}")
@@ -120,9 +226,24 @@ class Imports:
         return self._writer.store(into, keys, first, priority, buffers)
 
     def layer_loads(self, stream: StreamLike = None, *, parts: int = 8) -> LayerLoads:
-        """What an admission brings from the host, in so many parts of the layers: see ``LayerLoads``.
+        """Return an object that loads the host hits of an admission layer by layer: see ``LayerLoads``.
 
-        ``stream``: the engine's. ``parts``: more than there are layers are of no use. Each is a copy of its
-        own, so let it have a megabyte. Thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed.
+        Parameters
+        ----------
+        stream : Stream, int, or stream of another package, optional
+            The stream of the engine.
+        parts : int, default 8
+            The number of parts into which the layers are split, at most one for each layer. Each part is a copy of
+            its own, which should have a megabyte or more.
+
+        Returns
+        -------
+        LayerLoads
+            To be passed to ``KVCacheManager.add_sequence_batch`` as ``loads``.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad argument; after the pool was closed.
         """
         return LayerLoads(self.core, self.core.as_stream(stream), integer_argument("parts", parts, 1, PARTS_MAX))

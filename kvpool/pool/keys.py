@@ -1,5 +1,5 @@
-"""BlockKeys: a prompt with the keys of its full blocks, hashed once and outside every lock; and what calls with prompts
-answer."""
+"""BlockKeys: a prompt with the keys of its full blocks, hashed once and outside every lock; and the results of calls
+with prompts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NO_REQUESTS: Int64s = np.empty((0, records.REQUEST_COLUMNS), np.int64)
 
 
 class Scope(NamedTuple):
-    """What a prompt has beside its tokens and their extra ids. ``root``: the digest of the namespace, and the key that
-    its chain begins with; ``origin``: the fingerprint of the secret, and ``tokens_per_block``."""
+    """The namespace and the options of a prompt. ``root`` is the digest of the namespace, and the two halves of the key
+    before the first block. ``origin`` is the fingerprint of the secret, and ``tokens_per_block``."""
 
     salt: bytes | str | None
     adapter_id: int | str | None
@@ -41,17 +41,27 @@ class Scope(NamedTuple):
 
 
 class BlockKeys:
-    """A prompt with the keys of its full blocks, ready for every call that takes a prompt. Made by
-    ``KVCacheManager.block_keys``.
+    """A prompt with the keys of its full blocks, hashed once, for every call that takes a prompt.
 
-    ``tokens`` int32[n], ``keys`` uint64[n // tokens_per_block, 2], ``extra_ids`` int64[n] or None. ``namespace`` is the
-    digest of salt and adapter that blocks carry. ``origin`` is the fingerprint of the secret, and ``tokens_per_block``.
-    ``reuse`` and ``publish`` are as in ``block_keys``.
+    ``KVCacheManager.block_keys`` returns it. ``len`` is its number of tokens. A slice ``keys[:n]`` is the prompt of the
+    first n tokens, and costs no hashing and no copy. ``extend`` appends tokens.
 
-    ``keys[:n]`` are those of the first n tokens, at any n; nothing is hashed, and nothing copied. ``extend`` gives
-    those of more tokens. Immutable: arrays are read-only views, and nobody can make them writable. Can be copied and
-    pickled, for pools with the same secret. A pool hashes a copy again when it sees it first, and refuses keys that are
-    not those of the tokens. ``KVCacheManager.block_keys`` takes a copy, for one that can be extended.
+    Notes
+    -----
+    Immutable and thread-safe: its arrays are read-only views.
+
+    It can be copied and pickled, for pools with the same secret. A pool hashes a copy again when it receives it first,
+    and refuses keys that do not match the tokens. Pass a copy to ``KVCacheManager.block_keys`` before you extend it.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     keys = cache.block_keys(range(6))
+    ...     longer = keys.extend([6, 7])
+    ...     print(len(keys), keys.keys.shape, longer.keys.shape, len(longer[:4]))
+    6 (1, 2) (2, 2) 4
     """
 
     __slots__ = ("_extra_ids", "_groups", "_keys", "_request", "_scope", "_tokens")
@@ -59,17 +69,17 @@ class BlockKeys:
 
     def __new__(
         cls,
-        tokens: object,
-        keys: object,
+        tokens: Integers,
+        keys: Uint64s,
         salt: bytes | str | None,
         adapter_id: int | str | None,
-        extra_ids: object,
+        extra_ids: Integers | None,
         root: tuple[int, int, int],
         origin: tuple[str, int],
         reuse: bool = True,
         publish: bool = True,
     ) -> BlockKeys:
-        """Of what a copy or a pickle brings. Copies the arrays. Raises TypeError or ValueError for what no pool has
+        """Restore a copy or a pickle, and copy its arrays. Raises TypeError or ValueError for values that no pool has
         made."""
         # An ``__init__`` could be called again, while jitted code reads the arrays that it replaces.
         origin, root = _origin_argument(origin), _root_argument(root)
@@ -96,9 +106,9 @@ class BlockKeys:
         scope: Scope,
         groups: Int64s,
     ) -> BlockKeys:
-        """Of arguments that have been checked, and of arrays that nobody else can write.
+        """Return the keys of checked arguments, and of arrays that nobody else can write.
 
-        ``known`` are the keys of the first full blocks; the others are hashed with the secret in ``groups``, the
+        ``known`` has the keys of the first full blocks. The others are hashed with the secret in ``groups``, the
         headers of a pool's states.
         """
         self, full = object.__new__(cls), len(tokens) // scope.origin[1]
@@ -119,7 +129,7 @@ class BlockKeys:
         groups: Int64s | None,
         first: int | None = None,
     ) -> None:
-        """``first``: the first key that is to be hashed with the secret that ``groups`` have."""
+        """Set all fields, and hash the keys from ``first`` on with the secret in ``groups``."""
         # What the request points to lives as long as this object, and nobody else can reach it to write to it.
         self._tokens, self._keys, self._extra_ids = tokens, keys, extra_ids
         self._scope, self._groups = scope, groups
@@ -132,11 +142,27 @@ class BlockKeys:
             requests.describe_and_hash(groups, first, *how)
 
     def extend(self, tokens: Integers, *, extra_ids: Integers | None = None) -> BlockKeys:
-        """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
+        """Return the keys of this prompt with more tokens after it.
 
-        ``tokens``: m token ids, may be none. ``extra_ids``: int64[m], those of the new tokens. Changes nothing. Raises
-        TypeError, and ValueError, also for a copy or a pickle, which knows no secret: give it to ``block_keys`` first.
-        Thread-safe.
+        Only the blocks that the new tokens fill are hashed.
+
+        Parameters
+        ----------
+        tokens : array_like of int, shape (m,)
+            The new token ids. It may be empty.
+        extra_ids : array_like of int64, shape (m,), optional
+            The extra ids of the new tokens.
+
+        Returns
+        -------
+        BlockKeys
+            The keys of all tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument. ValueError too for a copy or a pickle, which has no secret: pass it to
+            ``KVCacheManager.block_keys`` first.
         """
         if self._groups is None:
             raise ValueError(
@@ -167,8 +193,8 @@ class BlockKeys:
         return part
 
     def prove(self, root: tuple[int, int, int], groups: Int64s) -> None:
-        """Raise ValueError unless the pool with these headers, in which the namespace has this root, would give the
-        same keys. What a copy or a pickle has brought is hashed, once, and can be extended then."""
+        """Raise ValueError unless the pool with these headers, in which the namespace has this root, computes the same
+        keys. A copy or a pickle is hashed here, once, and can be extended afterwards."""
         if self._groups is None:
             hashed = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, groups)
             if root != self._scope.root or not np.array_equal(hashed._keys, self._keys):
@@ -177,55 +203,64 @@ class BlockKeys:
 
     @property
     def has_extra(self) -> bool:
-        """Whether there are extra ids."""
+        """Whether some token has an extra id."""
         return self._extra_ids is not None
 
     @property
     def tokens(self) -> Int32s:
+        """The token ids, int32 of shape (n,)."""
         return read_only(self._tokens)
 
     @property
     def keys(self) -> Uint64s:
+        """The keys of the full blocks, uint64 of shape (n // tokens_per_block, 2)."""
         return read_only(self._keys)
 
     @property
     def extra_ids(self) -> Int64s | None:
+        """The extra id of each token, int64 of shape (n,), or None if no token has one."""
         return None if self._extra_ids is None else read_only(self._extra_ids)
 
     @property
     def salt(self) -> bytes | str | None:
+        """The salt, which separates tenants."""
         return self._scope.salt
 
     @property
     def adapter_id(self) -> int | str | None:
+        """The adapter, such as a LoRA, that the KV is computed with."""
         return self._scope.adapter_id
 
     @property
     def namespace(self) -> int:
+        """The digest of salt and adapter that each block carries."""
         return self._scope.root[0]
 
     @property
     def root(self) -> tuple[int, int]:
-        """The key that the chain of blocks begins with, as two signed 64-bit integers."""
+        """The key before the first block, as two signed 64-bit integers."""
         return self._scope.root[1:]
 
     @property
     def origin(self) -> tuple[str, int]:
+        """The fingerprint of the pool's secret, and ``tokens_per_block``."""
         return self._scope.origin
 
     @property
     def reuse(self) -> bool:
+        """Whether the prompt may reuse cached blocks."""
         return self._scope.reuse
 
     @property
     def publish(self) -> bool:
+        """Whether other prompts may reuse the blocks of this one."""
         return self._scope.publish
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __setstate__(self, state: object) -> None:
-        raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")
+        raise TypeError("BlockKeys have no state to set: a pickle has the arguments of their constructor")
 
     def __reduce__(self) -> tuple[Any, ...]:
         salt, adapter_id, root, origin, reuse, publish = self._scope
@@ -235,30 +270,30 @@ class BlockKeys:
 
 
 Prompt: TypeAlias = "BlockKeys | Integers"
-"""What calls with prompts take: tokens, or what was hashed of them."""
+"""A prompt: token ids, or the keys that were made of them."""
 Key: TypeAlias = bytes | bytearray | memoryview | Uint64s
 Keys: TypeAlias = "BlockKeys | Uint64s | Sequence[Key] | ForeignArray"
-"""What calls with keys take: 16 bytes for each, or uint64[n, 2]."""
+"""Keys: 16 bytes for each, or uint64[n, 2]."""
 
 
 def request_of(prompt: BlockKeys) -> Int64s:
-    """A prompt as jitted code sees it: int64[1, REQUEST_COLUMNS], see ``state.records``.
+    """Return a prompt as jitted code reads it: int64[1, REQUEST_COLUMNS], see ``state.records``.
 
-    It holds addresses of the prompt's own memory: for calls that keep the prompt, and do not write to it.
+    It holds addresses of the prompt's own memory, so the caller keeps the prompt alive and does not write to the array.
     """
     return prompt._request
 
 
 def requests_of(prompts: Sequence[BlockKeys]) -> Int64s:
-    """The same of several prompts, private: int64[n, REQUEST], in which the call notes what it asks for."""
+    """Return the same for several prompts, in a private int64[n, REQUEST_COLUMNS] that the call may write to."""
     if len(prompts) == 1:
         return prompts[0]._request.copy()
     return np.concatenate([prompt._request for prompt in prompts] or [NO_REQUESTS])
 
 
 def unproven(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> list[BlockKeys]:
-    """Those of the prompts that no pool has hashed yet, or compared with its own. Raises ValueError unless a pool with
-    this secret and block length has made all of these keys."""
+    """Return the prompts whose keys no pool has computed or verified yet. Raises ValueError unless a pool with this
+    secret and block length has made all of them."""
     for prompt in prompts:
         made_by = prompt._scope.origin
         if made_by is not origin and made_by != origin:
@@ -282,15 +317,28 @@ def _root_argument(root: object) -> tuple[int, int, int]:
 
 
 class Match(NamedTuple):
-    """What a prompt would reuse now, in tokens: full blocks on the device, full blocks on the host, part of one more
-    block.
+    """The number of tokens of a prompt that the pool could reuse at this moment.
 
-    Tokens that a window has passed count as on the device: they need no block, and are not computed again. With several
-    groups of layers, all groups can reuse these tokens; ``host_tokens`` is of the group that has the most on the host.
+    ``KVCacheManager.match_prefix`` returns it.
 
-    ``store_tokens``: tokens after the full blocks that stores behind the host are known to have. A ``StorageManager``
-    counts them. They are no part of ``full_tokens`` and ``tokens``: an admission reuses only what has been brought to
-    the host.
+    Attributes
+    ----------
+    device_tokens : int
+        Tokens in full blocks on the device.
+    host_tokens : int
+        Tokens in full blocks that only the host has. They are copied to the device on admission.
+    partial_tokens : int
+        First tokens of one more block, which are copied from a block that matches in part.
+    store_tokens : int, default 0
+        Tokens after the full blocks that stores behind the host are known to have. A ``StorageManager`` sets it. They
+        are not part of ``full_tokens`` and ``tokens``: an admission reuses a block only after it was loaded to the
+        host.
+
+    Notes
+    -----
+    In a pool with a sliding window, tokens that the window has passed count as device tokens, since they need no block
+    and are not computed again. With several groups of layers, every group can reuse these tokens. ``host_tokens`` is
+    that of the group with the most tokens on the host.
     """
 
     device_tokens: int
@@ -300,24 +348,43 @@ class Match(NamedTuple):
 
     @property
     def full_tokens(self) -> int:
+        """The number of tokens in full blocks."""
         return self.device_tokens + self.host_tokens
 
     @property
     def tokens(self) -> int:
+        """The number of tokens, with those of the block that matches in part."""
         return self.full_tokens + self.partial_tokens
 
 
 class Admission(NamedTuple):
-    """What the head of a batch got, prompt by prompt: ids, reused tokens (total, device, host, partial) and blocks to
-    be computed.
+    """The sequences that an admission has made, with the tokens that each reuses.
 
-    ``ids`` int64[m], the others int32[m]. They are about the first m prompts of the batch, in its order; the prompts
-    behind them may fit later. ``refused`` says which prompts of the whole batch can never fit, and why: place in the
-    batch -> reason. A refused prompt among the first m has the id -1. Without ``allow_partial_batch``, m is the length
-    of the batch and nothing is refused.
+    ``KVCacheManager.add_sequence_batch`` returns it. It has the first m prompts of the batch, in their order; the
+    prompts after them may fit later. Without ``allow_partial_batch``, m is the length of the batch, and no prompt is
+    refused.
 
-    Tokens that a window has passed count as on the device. With several groups of layers, tokens on the host are of the
-    group that has the most on the host; blocks to be computed are the same in all.
+    Attributes
+    ----------
+    ids : ndarray of int64, shape (m,)
+        The sequence ids; -1 for a refused prompt.
+    cached_tokens : ndarray of int32, shape (m,)
+        Reused tokens: the sum of the next three. The engine computes the others.
+    device_tokens : ndarray of int32, shape (m,)
+        Reused tokens in full blocks that were on the device.
+    host_tokens : ndarray of int32, shape (m,)
+        Reused tokens in full blocks that were on the host only.
+    partial_tokens : ndarray of int32, shape (m,)
+        Reused tokens that were copied from a block that matched in part.
+    missed_blocks : ndarray of int32, shape (m,)
+        Blocks of the prompt that are not full hits.
+    refused : dict of int to str
+        The prompts of the whole batch that can never fit: index in the batch, and the reason.
+
+    Notes
+    -----
+    In a pool with a sliding window, tokens that the window has passed count as device tokens. With several groups of
+    layers, ``host_tokens`` is that of the group with the most tokens on the host; ``missed_blocks`` is the same in all.
     """
 
     ids: Int64s
@@ -330,21 +397,37 @@ class Admission(NamedTuple):
 
     @property
     def admitted(self) -> int:
-        """How many requests were admitted: those of the first ``len(ids)`` that were not refused."""
+        """The number of prompts that were admitted: the first ``len(ids)`` without the refused ones."""
         return int(np.count_nonzero(self.ids >= 0))
 
 
 class Plan(NamedTuple):
-    """What ``add_sequence_batch`` would do now with the head of a batch that fits, prompt by prompt.
+    """The admission that ``add_sequence_batch`` with ``allow_partial_batch`` would make at this moment.
 
-    ``cached_tokens``, ``device_tokens``, ``host_tokens``, ``partial_tokens``, ``missed_blocks`` int32[m] and
-    ``refused`` are those of the ``Admission`` with ``allow_partial_batch``: m is the length of the batch where it fits
-    as a whole. ``blocks``: the free device blocks that these m prompts take together; an int, or int64[groups] where
-    there are several groups.
+    ``KVCacheManager.plan_batch`` returns it. It has the first m prompts of the batch, which fit together; m is the
+    length of the batch if all of them fit.
 
-    ``computing`` int64[m]: a live sequence that is computing more of the prompt's beginning than is cached, -1 if there
-    is none. ``computing_tokens`` int32[m]: once it has committed so many tokens, the prompt can reuse them, all in full
-    blocks; 0 if there is none.
+    Attributes
+    ----------
+    cached_tokens : ndarray of int32, shape (m,)
+        Tokens that would be reused: the sum of the next three.
+    device_tokens : ndarray of int32, shape (m,)
+        Of those, tokens in full blocks on the device.
+    host_tokens : ndarray of int32, shape (m,)
+        Of those, tokens in full blocks on the host only.
+    partial_tokens : ndarray of int32, shape (m,)
+        Of those, tokens that would be copied from a block that matches in part.
+    missed_blocks : ndarray of int32, shape (m,)
+        Blocks of the prompt that are not full hits.
+    blocks : int or ndarray of int64, shape (groups,)
+        Free device blocks that the m prompts take together. An int in a pool with one group of layers.
+    computing : ndarray of int64, shape (m,)
+        A live sequence that is computing a longer prefix of the prompt than is cached; -1 if there is none.
+    computing_tokens : ndarray of int32, shape (m,)
+        The number of tokens, all in full blocks, that the prompt can reuse once that sequence has committed them; 0 if
+        there is none.
+    refused : dict of int to str
+        The prompts of the whole batch that can never fit: index in the batch, and the reason.
     """
 
     cached_tokens: Int32s
@@ -359,25 +442,34 @@ class Plan(NamedTuple):
 
     @property
     def full_tokens(self) -> Int32s:
-        """Reused tokens in full blocks, int32[m]."""
+        """Tokens in full blocks that would be reused, int32 of shape (m,)."""
         return self.device_tokens + self.host_tokens
 
     @property
     def admitted(self) -> int:
-        """How many prompts would be admitted: those of the first m that were not refused."""
+        """The number of prompts that would be admitted: the first m without the refused ones."""
         return len(self.cached_tokens) - sum(place < len(self.cached_tokens) for place in self.refused)
 
 
 class MissingBlocks(NamedTuple):
-    """What could be loaded for a prompt. With it, ``tokens`` tokens can be reused. ``blocks`` has, for each group of
-    layers, the places of the full blocks that it lacks for that, int64[m] in rising order."""
+    """The blocks that a loader has to load so that more of a prompt can be reused.
+
+    ``CachedContent.missing_blocks`` returns it.
+
+    Attributes
+    ----------
+    tokens : int
+        The number of tokens that can be reused once these blocks are loaded.
+    blocks : tuple of ndarray of int64
+        For each group of layers, the indices of the prompt's full blocks to load, in ascending order.
+    """
 
     tokens: int
     blocks: tuple[Int64s, ...]
 
 
 def tier_number(tier: object) -> int:
-    """A tier as the state counts them; ANY_TIER for None. ValueError for anything else."""
+    """Return the number of a tier in the state; ANY_TIER for None. Raises ValueError for anything else."""
     numbers = {None: control.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
     if not (tier is None or isinstance(tier, str)) or tier not in numbers:
         raise ValueError(f"tier: expected None, 'device' or 'host', got {tier!r:.80}")
@@ -385,7 +477,7 @@ def tier_number(tier: object) -> int:
 
 
 def key_rows(keys: object) -> Int64s:
-    """Keys as private int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
+    """Return keys as private int64[n, 2]. Accepts BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
     if isinstance(keys, BlockKeys):
         return keys._keys.view(np.int64)
     keys = in_numpy("keys", np.asarray(keys) if isinstance(keys, memoryview) else keys)
@@ -401,7 +493,7 @@ def key_rows(keys: object) -> Int64s:
 
 
 def key_row(key: object) -> Int64s:
-    """One key as private int64[1, 2]: 16 bytes or uint64[2]."""
+    """Return one key as private int64[1, 2]. Accepts 16 bytes or uint64[2]."""
     if isinstance(key, (bytes, bytearray, memoryview)):
         data = bytes(key)
         if len(data) != 16:
@@ -417,7 +509,7 @@ def key_row(key: object) -> Int64s:
 
 
 def is_keys(value: object) -> bool:
-    """Whether an argument is keys rather than tokens: two dimensions, or single keys in a sequence."""
+    """Return whether an argument is keys rather than tokens: two dimensions, or single keys in a sequence."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2
     return isinstance(value, (list, tuple)) and len(value) > 0 and not is_integer(value[0])

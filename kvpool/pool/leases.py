@@ -29,19 +29,38 @@ Ids = Int64s
 
 @dataclass(eq=False, repr=False, slots=True)
 class Lease(Closing):
-    """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
+    """Blocks that are pinned for a reader: they are not moved, overwritten or evicted until the lease is closed.
 
-    ``blocks`` int64[n]: pool ids, read-only. ``groups`` int64[n]: the group of layers that each block belongs to.
-    ``keys`` uint64[n, 2], or None for a lease by block id. With several groups, each group that has a key has a block
-    for it, group after group.
+    A context manager, which closes the lease. ``KVCacheManager.pin``, ``pin_blocks`` and ``find_and_pin_host`` return
+    it.
 
-    ``addresses`` int64[n]: the first byte of each block in the first part of its group; of a device block, the first
-    byte of its first segment. ``generation`` counts the resets of the pool before this lease. ``since`` is when it was
-    given, in ms on the pool's clock.
+    Attributes
+    ----------
+    blocks : ndarray of int64, shape (n,)
+        The pool ids of the blocks, read-only. With several groups of layers, each group that has a key has a block for
+        it, group after group.
+    groups : ndarray of int64, shape (n,)
+        The group of layers of each block.
+    keys : ndarray of uint64, shape (n, 2), or None
+        The key of each block; None for a lease by block id.
+    owner : str
+        Name of the reader.
+    stream : Stream or None
+        The stream of the reader, if it has named one.
+    since : int
+        When the lease was opened, in milliseconds on the pool's clock.
+    generation : int
+        How often the pool was reset before.
+    id : int
+        Its number in the pool.
 
-    Once you have the lease, the host may read the bytes; or, for a lease with a ``stream``, work on that stream. Inside
-    ``exclusive``, its addresses raise RuntimeError until the block has ended, and BlockNotFound afterwards if the
-    device has refused a copy. Thread-safe.
+    Notes
+    -----
+    Thread-safe.
+
+    The bytes can be read as soon as the caller has the lease: by the host, or for a lease with a ``stream``, by work
+    that is enqueued on that stream. A lease that was taken inside ``KVCacheManager.exclusive`` can be read after that
+    block.
     """
 
     _leases: Leases
@@ -54,41 +73,86 @@ class Lease(Closing):
     keys: Uint64s | None
     _addresses: Ids
     stream: Stream | None
+    # Only a lease of ``exclusive`` has one: its copies are enqueued when the block ends.
     hold: LockHold | None
-    """What keeps its copies back, or may have: only a lease of ``exclusive`` has one."""
+    # The blocks that are still to be unpinned.
     pins: Ids
-    """The blocks that are still to be unpinned."""
+    # The access of the host that the device checks for races.
     access: ExitStack = field(default_factory=ExitStack, init=False)
-    """The host access that the device was told about."""
 
     @property
     def addresses(self) -> Int64s:
+        """The address of each block's first byte, int64 of shape (n,).
+
+        It is the address in the first layout of the block's group. For a device block, it is that of its first segment.
+
+        Raises
+        ------
+        RuntimeError
+            Inside the ``exclusive`` block in which the lease was taken.
+        BlockNotFound
+            After that block, if the device has refused a copy into one of the blocks.
+        """
         if self.hold is not None:
             self._leases.check_readable(self)
         return self._addresses
 
     def addresses_of(self, part: int) -> Int64s:
-        """``addresses`` in another part of each block's group, 0 where there is none. Raises PoolClosed, TypeError,
-        ValueError."""
+        """Return the address of each block's first byte in one layout of its group.
+
+        Parameters
+        ----------
+        part : int
+            The index of the layout. ``addresses`` has those of layout 0.
+
+        Returns
+        -------
+        ndarray of int64, shape (n,)
+            The addresses; 0 for a block whose group has no such layout.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad index.
+        PoolClosed
+            After the pool was closed.
+        RuntimeError, BlockNotFound
+            As for ``addresses``.
+        """
         if self.hold is not None:
             self._leases.check_readable(self)
         return self._leases.addresses(self.blocks, part)
 
     @property
     def age_ms(self) -> int:
+        """The time since the lease was opened, in milliseconds."""
         return self._leases.core.now() - self.since
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed or revoked."""
+        """Whether it was closed or revoked, or the pool was closed."""
         return not self._leases.is_open(self)
 
     @allowed_inside
     def close(self, stream: StreamLike = None) -> None:
-        """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before.
+        """Unpin the blocks.
 
-        ``stream``: where the reader has enqueued copies out of the blocks (default: the lease's own). Nobody overwrites
-        the blocks before those copies are done. Without a stream, the reader must have finished reading.
+        Parameters
+        ----------
+        stream : Stream, int, or stream of another package, optional
+            Where the reader has enqueued copies out of the blocks: the blocks are not overwritten before those are
+            done. By default the stream of the lease. Without any, the reader must have finished.
+
+        Raises
+        ------
+        LeaseExpired
+            If the lease was closed or revoked before.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Changes the pool. It does not wait, so that destructors can call it.
         """
         self._leases.close(self, stream)
 
@@ -116,8 +180,7 @@ class Leases:
     def pin(
         self, keys: Ids | None, ids: Ids | None, tier: int, owner: str, stream: StreamLike, group: int | None = None
     ) -> Lease:
-        """A lease of the blocks of keys int64[n, 2], or of blocks by id. Raises BlockNotFound if one cannot be
-        pinned."""
+        """Pin the blocks of keys int64[n, 2], or blocks by id. Raises BlockNotFound if one cannot be pinned."""
         owner, core = text_argument("owner", owner), self.core
         only = int(records.NONE) if group is None else core.config.group(group)
         now_ms, on = core.now(), None if stream is None else core.as_stream(stream)
@@ -155,8 +218,8 @@ class Leases:
     def take(
         self, keys: Ids | None, ids: Ids | None, tier: int, owner: str, only: int, now_ms: int, stream: Stream | None
     ) -> Lease:
-        """A lease that waits for nothing. The caller holds the state lock, enqueues the copies for the lease, and then
-        asks whether they came. Raises BlockNotFound."""
+        """Open a lease without waiting. The caller holds the state lock, enqueues the copies for the lease, and then
+        checks whether the device accepted them. Raises BlockNotFound."""
         groups, new = self.core.states.groups, list[Lease]()
         block_ids = np.empty((len(groups), 0 if keys is None else len(keys)), np.int64)
         verb: partial[Any]
@@ -188,7 +251,7 @@ class Leases:
         now_ms: int,
         stream: Stream | None,
     ) -> Lease:
-        """The lease of blocks that were pinned by id, or by key in each group."""
+        """Return the lease of blocks that were pinned by id, or by key in each group."""
         states = self.core.states
         if keys is None:
             assert ids is not None
@@ -204,7 +267,7 @@ class Leases:
 
     def settle(self, hold: LockHold) -> list[Exception]:
         """Close the open leases that were taken under a hold, and whose copies the device has refused. All copies are
-        enqueued. Returns what reading them raises."""
+        enqueued. Returns the exceptions that reading them raises."""
         refused: list[Exception] = []
         for lease in self.all:
             if lease.hold is hold:
@@ -234,8 +297,7 @@ class Leases:
         lease.hold = None
 
     def _lost(self, lease: Lease, now_ms: int) -> int | None:
-        """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would
-        have filled."""
+        """If a copy into a block of a lease has failed, unpin the lease, and return the index of the block."""
         with self.core.lock, self.core.changes:
             lost = np.flatnonzero(self.core.states.gather("flags", lease.blocks) & records.LOST)
             if len(lost) == 0:
@@ -266,7 +328,7 @@ class Leases:
         raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was revoked while it waited")
 
     def _filled(self, ids: Ids) -> Int64s:
-        """The tokens that blocks have, as rows (block, first, end). The engine may write after them in an unfull
+        """Return the tokens that blocks have, as rows (block, first, end). The engine may write after them in an unfull
         block."""
         states = self.core.states
         # A block of a recurrent group holds one state, however many tokens it stands for.
@@ -278,15 +340,14 @@ class Leases:
 
     @property
     def all(self) -> list[Lease]:
-        """The open leases, oldest first. Safe in a destructor. Take the state lock for a list on which two calls must
-        agree."""
+        """The open leases, oldest first. Safe in a destructor. Hold the state lock where the list must not change."""
         return list(self._open.values())
 
     def is_open(self, lease: Lease) -> bool:
         return self._open.get(lease.id) is lease
 
     def pinned(self) -> list[Ids]:
-        """The blocks of each open lease. The caller holds the state lock."""
+        """Return the blocks of each open lease. The caller holds the state lock."""
         return [lease.blocks for lease in self.all]
 
     def addresses(self, ids: Ids, part: object) -> Ids:
@@ -296,8 +357,7 @@ class Leases:
     # -- closing ------------------------------------------------------------------------------------
 
     def close(self, lease: Lease, stream: StreamLike = None) -> None:
-        """What ``Lease.close`` does. It enqueues nothing and waits for nothing, so a destructor may call it
-        anywhere."""
+        """Close a lease. It enqueues nothing and waits for nothing, so a destructor may call it anywhere."""
         now_ms, on = self.core.now(), None if stream is None else self.core.device.as_stream(stream)
         with self.core.lock, self.core.changes:
             if self.core.closed or self.core.changes.torn is not None:
@@ -305,7 +365,7 @@ class Leases:
             self.give_back(lease, now_ms, on).close()
 
     def give_back(self, lease: Lease, now_ms: int, stream: Stream | None) -> ExitStack:
-        """Close a lease. Returns the host access, to be ended when the decision is final. The caller holds the state
+        """Close a lease, and return its host access, which ends when the decision is final. The caller holds the state
         lock. Raises LeaseExpired."""
         if not self.is_open(lease):
             raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
@@ -314,7 +374,7 @@ class Leases:
         return lease.access
 
     def revoke(self, owner: str) -> int:
-        """Close all leases of an owner; returns how many."""
+        """Close all leases of an owner, and return how many."""
         now_ms, count = self.core.now(), 0
         with self.core.lock, self.core.changes:
             self.core.check_open()
@@ -326,7 +386,7 @@ class Leases:
         return count
 
     def clear(self) -> None:
-        """Forget all leases of a pool that is being closed. The caller holds the state lock."""
+        """Drop all leases of a pool that is being closed. The caller holds the state lock."""
         while self._open:
             self._open.popitem()[1].access.close()
 
@@ -335,7 +395,7 @@ _TIERS = {control.ANY_TIER: "", int(records.DEVICE): " on the device", int(recor
 
 
 def _not_found(keys: Int64s | Uint64s | None, place: int, tier: int, ids: Ids | None = None) -> BlockNotFound:
-    """What is raised for the key, or else the block, at this place."""
+    """Return the exception for the key, or else the block, at this index."""
     if keys is not None:
         return BlockNotFound(f"key {keys[place].tobytes().hex()} is not cached{_TIERS[tier]}")
     assert ids is not None

@@ -1,5 +1,5 @@
-"""Reservations: device blocks that a loader fills from elsewhere. They are published together or given back.
-Imports: the KV of full blocks from elsewhere, stored on the host under keys that this pool has computed."""
+"""Reservations: device blocks that a loader fills, and that are published together or given back. ImportWriter: stores
+the KV of full blocks on the host, under keys that this pool has computed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ NO_IDS: Ids = np.empty(0, np.int64)
 
 
 class Share(NamedTuple):
-    """The part of a prompt in one group of layers: the blocks of its row, -1 if there is none, and how its tokens lie
-    in them."""
+    """The blocks of a prompt in one group of layers, -1 where there is none, and the slots of its tokens in them."""
 
     blocks: Int32s
     kind: str
@@ -41,7 +40,7 @@ class Share(NamedTuple):
     skip: int
 
     def writes(self, first_block: int) -> Ids:
-        """Rows (block, first token, end of tokens) that a loader writes. The group's blocks begin at
+        """Return rows (block, first token, end of tokens) that a loader writes. The group's blocks begin at
         ``first_block``."""
         begins = np.arange(len(self.blocks)) * self.width
         first, end = np.maximum(self.skip - begins, 0), np.minimum(self.tokens - begins, self.width)
@@ -51,7 +50,7 @@ class Share(NamedTuple):
         return np.stack([self.blocks + first_block, first, end], axis=1)[kept].astype(np.int64)
 
     def slots(self) -> Ids:
-        """See ``LoadTarget.slot_mapping_of``."""
+        """Return the slots: see ``LoadTarget.slot_mapping_of``."""
         if self.kind == "recurrent":
             places = np.flatnonzero(self.blocks >= 0)
             slots = np.full(self.tokens, -1, np.int64)
@@ -66,47 +65,85 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadTarget:
-    """Where a store may write a prompt's KV: of a live sequence (``Imports.load_targets``), or of a
-    ``Reservation``.
+    """The device blocks of a prompt into which a loader writes KV.
 
-    ``tokens``: how many tokens the prompt has. ``skip_prefix_n_tokens``: how many of them the pool has already. Do not
-    write those, since others may be reading them. Both are the same in all groups of layers. ``blocks`` int32[n] and
-    ``slot_mapping`` int64[tokens] are those of the only group; a ValueError where there are several. Immutable,
-    thread-safe.
+    ``Imports.load_targets`` returns one for each live sequence. A ``Reservation`` is one too.
+
+    Attributes
+    ----------
+    tokens : int
+        Number of tokens of the prompt.
+    skip_prefix_n_tokens : int
+        How many of them the pool has already, in all groups of layers. Do not write those: others may be reading them.
+
+    Notes
+    -----
+    Immutable and thread-safe.
     """
 
+    # What the prompt has in each group of layers.
     shares: tuple[Share, ...]
-    """What the prompt has in each group of layers."""
     tokens: int
     skip_prefix_n_tokens: int
 
     @property
     def blocks(self) -> Int32s:
+        """The blocks in a pool with one group of layers, int32 of shape (n,): see ``blocks_of``."""
         return self.blocks_of()
 
     @property
     def slot_mapping(self) -> Ids:
+        """The slots in a pool with one group of layers, int64 of shape (tokens,): see ``slot_mapping_of``."""
         return self.slot_mapping_of()
 
     def blocks_of(self, group: int | None = None) -> Int32s:
-        """The blocks of the whole prompt in its order, int32[n]: device block ids of a group, -1 where there is none.
+        """Return the blocks of the whole prompt in a group of layers.
 
-        In a group for cross attention they are those of the encoder's tokens. ``group`` is required where there are
-        several. Raises TypeError, ValueError.
+        Parameters
+        ----------
+        group : int, optional
+            The index of the group, required where there are several.
+
+        Returns
+        -------
+        ndarray of int32, shape (n,)
+            Block ids in the device tier of the group; -1 where there is no block. In a group for cross attention, the
+            blocks of the encoder's tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a wrong group.
         """
         return self.shares[group_argument(group, len(self.shares))].blocks
 
     def slot_mapping_of(self, group: int | None = None) -> Ids:
-        """Where each token is to be written in a group of layers: int64[tokens], a new array each time.
+        """Return the slot of each token in a group of layers.
 
-        A slot is block * tokens_per_block + place in the block, or -1 where nothing is to be written. ``scatter_kv``
-        takes the slots, with ``PagedKV.of_pool(layout, cache.memory.device_pools[group][part])``. For cross attention
-        it is int64[encoder_tokens], none left out. In a recurrent group the slot of a token is the block of the state
-        after it, and -1 where no state is kept.
+        ``scatter_kv`` takes the slots, with ``PagedKV.of_pool(layout, cache.memory.device_pools[group][part])``.
 
-        With a sliding window, all tokens that the pool lacks have a slot, since what is committed is published. The
-        commit then gives back blocks that no later token sees. ``group`` is required where there are several. Raises
-        TypeError, ValueError.
+        Parameters
+        ----------
+        group : int, optional
+            The index of the group, required where there are several.
+
+        Returns
+        -------
+        ndarray of int64, shape (tokens,)
+            ``block * tokens_per_block + position in the block``; -1 for a token that must not be written, such as one
+            of the first ``skip_prefix_n_tokens``. In a group for cross attention, the slots of the encoder's tokens,
+            of shape (encoder_tokens,). In a recurrent group, the slot of a token is the block of the state after it,
+            and -1 where no state is kept.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a wrong group.
+
+        Notes
+        -----
+        In a group with a sliding window, every token that the pool does not have has a slot, since the commit publishes
+        all of them. The commit then gives back the blocks that no later token sees.
         """
         return self.shares[group_argument(group, len(self.shares))].slots()
 
@@ -119,16 +156,37 @@ class LoadTarget:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reservation(LoadTarget):
-    """Device blocks for a prompt, which a loader fills and then commits or aborts. A context manager that aborts what
-    was not committed.
+    """Device blocks for a prompt, which a loader fills and then commits or aborts.
 
-    It is a ``LoadTarget``: ``slot_mapping`` says where each token is to be written. ``prompt`` has the tokens and keys.
-    ``owner`` names the loader, ``since`` and ``deadline`` (or None) are in ms on the pool's clock, ``stream`` is the
-    loader's or None. Thread-safe.
+    ``Imports.reserve`` returns it. It is a ``LoadTarget``: ``slot_mapping`` has the slot of each token to write. It is
+    also a context manager, which aborts it at the end unless it was committed.
 
-    Once its deadline has passed, a reservation is *overdue*: ``commit`` is refused, so nobody ever finds what comes
-    late. The pool cannot take back an address that a loader has. So the blocks stay out of use, and a late write
-    reaches nobody else's, until ``abort``, or ``revoke`` of its owner, reports that nobody writes them any more.
+    Attributes
+    ----------
+    tokens : int
+        Number of tokens of the prompt.
+    skip_prefix_n_tokens : int
+        How many of them the pool has already. Do not write those.
+    prompt : BlockKeys
+        The prompt.
+    owner : str
+        Name of the loader.
+    stream : Stream or None
+        The stream of the loader, if it has named one.
+    since : int
+        When it was made, in milliseconds on the pool's clock.
+    deadline : int or None
+        When it expires, on the same clock.
+    id : int
+        The id of its row, which no sequence has.
+
+    Notes
+    -----
+    Thread-safe.
+
+    A reservation whose deadline has passed is *overdue*, and ``commit`` is refused. The pool cannot take back an
+    address that a loader has. So the blocks stay out of use until ``abort``, or ``KVCacheManager.revoke`` of the owner,
+    and a late write changes no other content.
     """
 
     id: int
@@ -138,36 +196,52 @@ class Reservation(LoadTarget):
     prompt: BlockKeys
     stream: Stream | None
     _reservations: Reservations
+    # The access of the loader that the device checks for races.
     writing: ExitStack = field(default_factory=ExitStack, init=False)
-    """What a device that looks for races was told of the loader."""
 
     @property
     def age_ms(self) -> int:
+        """The time since it was made, in milliseconds."""
         return self._reservations.core.now() - self.since
 
     @property
     def closed(self) -> bool:
-        """Whether it was committed, aborted or revoked, or given back by a reset."""
+        """Whether it was committed, aborted or revoked, or ended by a reset."""
         return not self._reservations.is_open(self)
 
     @property
     def overdue(self) -> bool:
-        """Whether its deadline has passed, and it was not ended. Its blocks wait for ``abort``."""
+        """Whether its deadline has passed, and it has not ended. Its blocks stay out of use until ``abort``."""
         return self._reservations.is_overdue(self)
 
     def commit(self, tokens: int | None = None, stream: StreamLike = None) -> None:
-        """Publish the first ``tokens`` tokens (default: all), which the loader has written, and end the reservation.
+        """Publish the tokens that the loader has written, and end the reservation.
 
-        From now on prompts find the full blocks under their keys, and an unfull last block only as a partial match.
-        Blocks after it are given back empty. Content that was cached meanwhile is not cached twice. Changes the pool.
+        Parameters
+        ----------
+        tokens : int, optional
+            The number of tokens of the prompt that are written, those of ``skip_prefix_n_tokens`` included. By default
+            all. Blocks after them are given back empty.
+        stream : Stream, int, or stream of another package, optional
+            Where the loader has enqueued its writes: later users of the blocks wait for it. By default the stream of
+            the reservation. Without any, the loader must have finished, and the device of this process must see the
+            bytes.
 
-        ``stream``: where the loader has enqueued its writes (default: the reservation's). Whoever uses the blocks waits
-        for it. Without a stream, the bytes must be there: the loader has waited for its own writes, and this process's
-        device can see them.
+        Raises
+        ------
+        TypeError, ValueError
+            For a number of tokens below ``skip_prefix_n_tokens`` or above the prompt's.
+        ReservationExpired
+            If the reservation has ended or its deadline has passed. It stays open until ``abort`` in the second case.
+        DeviceError
+            If a copy of the cached prefix has failed. The reservation stays open until ``abort``.
+        PoolClosed
+            After the pool was closed.
 
-        Raises ReservationExpired if the reservation has ended or its deadline has passed, ValueError and TypeError for
-        tokens below ``skip_prefix_n_tokens`` or above the prompt's, and DeviceError if a copy of the cached prefix
-        failed. After a passed deadline or a failed copy the reservation stays open until ``abort``.
+        Notes
+        -----
+        Changes the pool. From now on, prompts find the full blocks by their keys. A last block that is not full is
+        reused by a partial match only. Content that was cached meanwhile is not cached twice.
         """
         count = self.tokens
         if tokens is not None:
@@ -175,14 +249,24 @@ class Reservation(LoadTarget):
         self._reservations.end(self, verbs.publish_reserved, count, stream)
 
     def abort(self, stream: StreamLike = None) -> None:
-        """Give the blocks back.
+        """Give the blocks back, and end the reservation. It is allowed before and after the deadline.
 
-        Those that were to be filled are empty again, and are taken next. The cached prefix stays cached.
-        Allowed before and after the deadline.
+        Parameters
+        ----------
+        stream : Stream, int, or stream of another package, optional
+            Where the loader has enqueued writes: the next writer of the blocks waits for it. By default the stream of
+            the reservation. Without any, the loader must have stopped writing.
 
-        ``stream``: where the loader has enqueued writes (default: the reservation's). The next writer of the blocks
-        waits for it. Without a stream, the loader must have stopped writing. Changes the pool. Raises
-        ReservationExpired.
+        Raises
+        ------
+        ReservationExpired
+            If the reservation has ended.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Changes the pool: blocks to be filled are empty, and are taken next. The cached prefix stays cached.
         """
         self._reservations.end(self, verbs.abort_reserved, 0, stream)
 
@@ -208,16 +292,16 @@ class Reservation(LoadTarget):
 
 
 class Reservations:
-    """The open reservations of one pool, and the places of live sequences that a loader may fill. Thread-safe."""
+    """The open reservations of one pool, and the load targets of live sequences. Thread-safe."""
 
     def __init__(self, core: Core, pools: MemoryPools) -> None:
         self.core, self._pools = core, pools
         self._open: dict[int, Reservation] = {}
+        # By the id of an open reservation. The state lock guards it.
         self.deadlines = Deadlines[int]()
-        """of open reservations, by id. The state lock guards it."""
 
     def take(self, arrivals: Arrivals, owner: str, stream: StreamLike, lifetime: int | None) -> Reservation:
-        """Reserve the blocks of one prompt. It expires after ``lifetime`` ms, or never."""
+        """Reserve the blocks of one prompt. The reservation expires after ``lifetime`` ms, or never."""
         core, ((prompt,), row, *_) = self.core, arrivals
         now_ms, on = core.now(), None if stream is None else core.as_stream(stream)
         deadline = None if lifetime is None else now_ms + lifetime
@@ -268,8 +352,8 @@ class Reservations:
         return targets
 
     def _shares(self, row: int, skip: int) -> tuple[Share, ...]:
-        """The parts of a sequence in each group. The KV of its first ``skip`` tokens is there. The caller holds the
-        state lock."""
+        """Return the blocks of a sequence in each group. The pool has the KV of its first ``skip`` tokens. The caller
+        holds the state lock."""
         core, shares = self.core, []
         for group, state, table in zip(core.config.groups, core.states, core.tables, strict=True):
             blocks, length = (int(state.sequences[name][row]) for name in ("blocks", "length"))
@@ -285,13 +369,12 @@ class Reservations:
         self.core.check_open()
 
     def _writes(self, target: LoadTarget) -> Ids:
-        """Rows (block, first token, end of tokens) that a loader writes in all groups."""
+        """Return rows (block, first token, end of tokens) that a loader writes in all groups."""
         each = zip(self.core.config.groups, target.shares, strict=True)
         return np.concatenate([share.writes(group.first_device_block) for group, share in each])
 
     def _expect_writes(self, reservation: Reservation) -> None:
-        """If the loader is in another process, tell a device that looks for races what it writes until the reservation
-        ends.
+        """If the loader is in another process, have the device check its writes for races until the reservation ends.
 
         Raises ReservationExpired if it was revoked meanwhile.
         """
@@ -306,7 +389,7 @@ class Reservations:
 
     @property
     def all(self) -> list[Reservation]:
-        """Oldest first."""
+        """The open reservations, oldest first."""
         with self.core.lock, self.core.changes:
             return list(self._open.values())
 
@@ -314,7 +397,7 @@ class Reservations:
         return self._open.get(reservation.id) is reservation
 
     def ids(self) -> set[int]:
-        """The reserved rows, as sequence ids. The caller holds the state lock."""
+        """Return the reserved rows, as sequence ids. The caller holds the state lock."""
         return set(self._open)
 
     def is_overdue(self, reservation: Reservation) -> bool:
@@ -333,7 +416,7 @@ class Reservations:
     # -- ending -------------------------------------------------------------------------------------
 
     def revoke(self, owner: str) -> int:
-        """Abort all reservations of an owner; returns how many."""
+        """Abort all reservations of an owner, and return how many."""
         count = 0
         for reservation in self.all:
             # Its loader may end one meanwhile.
@@ -344,7 +427,7 @@ class Reservations:
         return count
 
     def clear(self, now_ms: int) -> None:
-        """Forget all reservations: their rows are given back, or the pool is closed. The caller holds the state
+        """Drop all reservations, since their rows are given back or the pool is closed. The caller holds the state
         lock."""
         self.expire(now_ms)
         self.deadlines.end(self._open)
@@ -359,7 +442,6 @@ class Reservations:
 
     def end(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
         """Commit or abort a reservation by this verb."""
-
         now_ms = self.core.now()
 
         def check() -> None:
@@ -393,10 +475,11 @@ class ImportWriter:
         self._core, self._pools = core, pools
         self._one = threading.Lock()
         core.transfer.forks.guard(self, "_one")
+        # The blocks that the present import holds. The state lock guards it.
         self.pinned = NO_IDS
-        """The blocks that the present import holds. The state lock guards it."""
 
     def store(self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[Uint8s]) -> int:
+        """Store blocks of a prompt in a group, from its full block ``first`` on, and return how many were stored."""
         core, full = self._core, len(keys) // self._core.config.tokens_per_block
         core.refuse_inside("import_blocks")
         now_ms, ids = core.now(), np.full(len(buffers), records.NONE, np.int64)
@@ -419,7 +502,7 @@ class ImportWriter:
         at = into.index, request, first, priority
         with self._one:
             try:
-                self._give_back(now_ms)  # What an import has left that was interrupted twice.
+                self._give_back(now_ms)  # Blocks of an import that was interrupted twice.
                 core.decide(None, control.take_missing, *at, ids, held, now_ms, finish=note)
                 self._fill(into, ids, buffers)
                 return int(core.decide(None, control.publish_taken, *at, ids, now_ms, first=check))
@@ -429,7 +512,7 @@ class ImportWriter:
                 self._give_back(now_ms)
 
     def _give_back(self, now_ms: int) -> None:
-        """Unpin what the import has taken."""
+        """Unpin the blocks that the import has taken."""
         core = self._core
         with core.lock, core.changes:
             if core.closed:
@@ -466,7 +549,7 @@ class _Reset(Exception):
 
 
 def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:
-    """The bytes of one block from the caller, in place. Raises TypeError or ValueError, which name ``data[place]``."""
+    """Return the caller's bytes of one block, in place. Raises TypeError or ValueError, which name ``data[place]``."""
     buffer = in_numpy(f"data[{place}]", buffer)
     try:
         if getattr(getattr(buffer, "dtype", None), "hasobject", False):

@@ -16,8 +16,19 @@ from kvpool.state import records
 
 
 class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases and
-    reservations."""
+    """What was still held when a pool was closed.
+
+    ``KVCacheManager.close`` returns it.
+
+    Attributes
+    ----------
+    sequences : list of int
+        The ids of live sequences.
+    leases : list of (str, int)
+        Owner and age in milliseconds of each open lease.
+    reservations : list of (str, int)
+        Owner and age in milliseconds of each open reservation.
+    """
 
     sequences: list[int]
     leases: list[tuple[str, int]]
@@ -25,8 +36,8 @@ class CloseReport(NamedTuple):
 
 
 class Shutdown:
-    """The end of one pool. Thread-safe. ``loans`` are the views of its memory that live. ``frees`` are the calls that
-    free it, in this order."""
+    """Closes one pool. Thread-safe. ``loans`` are the live views of its memory. ``frees`` are the calls that free it,
+    in this order."""
 
     def __init__(
         self,
@@ -38,13 +49,13 @@ class Shutdown:
     ) -> None:
         self._core, self._leases, self._reservations = core, leases, reservations
         self._loans, self._frees = loans, frees
+        # What was held, once the pool is closed.
         self.report: CloseReport | None = None
-        """What was held, once the pool is closed."""
         self._one, self._freed = threading.RLock(), False
         core.transfer.forks.guard(self, "_one")
 
     def close(self, force: bool) -> CloseReport:
-        """What ``KVCacheManager.close`` does."""
+        """Close the pool: see ``KVCacheManager.close``."""
         core = self._core
         core.refuse_inside("close")
         if self._loans:
@@ -73,7 +84,7 @@ class Shutdown:
         return self.report
 
     def warn(self, what: str, stacklevel: int) -> None:
-        """Warn that the pool ended while things were held, if so. ``stacklevel`` counts from here.
+        """Warn if the pool ended while something was held. ``stacklevel`` counts from here.
 
         Takes no lock, since a destructor calls it.
         """

@@ -276,7 +276,7 @@ class BlockClient(Closing):
         entered."""
         entered = begin = 0
         for run in neighbours(places):
-            run_blocks = blocks[begin : begin + len(run)]
+            run_blocks = [block for block in blocks[begin : begin + len(run)] if block is not None]
             entered += self._cache.imports.import_blocks(
                 keys, run_blocks, first=int(run[0]), priority=priority, group=group
             )

@@ -75,9 +75,9 @@ MUTATIONS = (
         "keys_have_a_state_that_can_be_set",
         "BlockKeys.__setstate__",
         "def __setstate__(self, state: object) -> None:\n"
-        '    raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")',
+        '    raise TypeError("BlockKeys have no state to set: a pickle has the arguments of their constructor")',
         "def _setstate(self, state: object) -> None:\n"
-        '    raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")',
+        '    raise TypeError("BlockKeys have no state to set: a pickle has the arguments of their constructor")',
         "A pickle has keys trusted that no pool has hashed.",
         (f"{_LYING}::test_keys_are_made_once",),
     ),

@@ -1,9 +1,8 @@
-"""Traffic: the bytes that a pool has moved, by group of layers and direction, and how long that took."""
+"""Traffic: the bytes that a pool has copied, and the time of the copies, by group of layers and direction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from kvpool.state.records import DIRECTION, DIRECTIONS, place_of
 
 
 @jit(nogil=False)
-def _count(copy_ops: Any, groups: Any, token_bytes: Any, nanoseconds: int, totals: Any) -> None:
+def _count(copy_ops: Int64s, groups: Int64s, token_bytes: Int64s, nanoseconds: int, totals: Int64s) -> None:
     """Add the bytes of copy ops, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]. Its last
     part is scratch."""
     moved, total = totals[2], 0
@@ -34,7 +33,7 @@ def _count(copy_ops: Any, groups: Any, token_bytes: Any, nanoseconds: int, total
 class Traffic:
     """Totals of one pool, by group and direction. One thread at a time adds; any thread may read.
 
-    ``groups`` are the headers of the state. Only fields that never change are read. ``token_bytes`` are the bytes of a
+    ``groups`` are the headers of the state, of which only constant fields are read. ``token_bytes`` are the bytes of a
     token in each group.
     """
 
@@ -43,8 +42,8 @@ class Traffic:
         self._totals: Int64s = np.zeros((3, len(groups), DIRECTIONS), np.int64)
 
     def add(self, copy_ops: Int64s, nanoseconds: int) -> None:
-        """Count copy ops int64[n, 5] that were made, or enqueued, together. Groups and directions share the time by
-        their bytes."""
+        """Count copy ops int64[n, 5] that were made, or enqueued, together. The time is divided among groups and
+        directions in proportion to their bytes."""
         _count(copy_ops, self._groups, self._token_bytes, nanoseconds, self._totals)
 
     @property
