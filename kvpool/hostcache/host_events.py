@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import NamedTuple
 
 from kvpool.hostcache.opaque_keys import unpacked
 from kvpool.pool import events as kv_events
 from kvpool.state.tiers import CLEARED, CREATED
-
-HostEventKind: TypeAlias = Literal["created", "stored", "removed", "updated", "cleared"]
 
 
 class HostEvent(NamedTuple):
@@ -28,7 +26,7 @@ class HostEvent(NamedTuple):
         Their priority.
     """
 
-    kind: HostEventKind
+    kind: kv_events.EventKind
     number: int
     keys: tuple[bytes, ...] = ()
     priority: int = 0
@@ -46,7 +44,7 @@ def decoded(taken: kv_events.Taken) -> list[HostEvent]:
     events, number = [], taken.number
     for (kind, priority), same in groupby(enumerate(rows), lambda row: row[1]):
         places = [place for place, _ in same]
-        name = cast("HostEventKind", kv_events.KINDS[kind])
+        name = kv_events.KINDS[kind]
         if kind in (CREATED, CLEARED):
             events += [HostEvent(name, number + i) for i in range(len(places))]
         else:

@@ -1,10 +1,10 @@
-"""KV events as callers see them: what was stored, removed, updated or cleared, in the order of the decisions."""
+"""KV events: the blocks that were stored, removed or updated, and resets, in the order of the decisions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from kvpool.state.arrays import State, States
 from kvpool.state.records import COUNTERS, DEVICE, EVENT, EXTRA, HOST, NONE, PUBLISHED, H, N
 from kvpool.state.tiers import CLEARED, CREATED, STORED
 
-KINDS = ("created", "stored", "removed", "updated", "cleared")
+EventKind: TypeAlias = Literal["created", "stored", "removed", "updated", "cleared"]
+KINDS: tuple[EventKind, ...] = ("created", "stored", "removed", "updated", "cleared")
 TIERS = ("device", "host")
 Rows = Int64s
 Rows3 = tuple[npt.NDArray[np.void], Int32s, Rows | None]
@@ -25,19 +26,46 @@ Capacities = tuple[tuple[int, int], ...]
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """One change of what is cached.
+    """One change of the cached content.
 
-    ``number`` counts blocks, not events. For a reader that has seen everything, it equals ``next`` of the event before.
-    A larger number is a gap; the difference is how many were lost.
-
-    ``keys`` uint64[n, 2]: of "stored", a chain of blocks. ``parent`` uint64[2]: the key before the first of them, None
-    if it begins a prompt. ``tokens`` int32[n, tokens_per_block]: for "stored" only. ``extra_ids``: int64 of the same
-    shape, if some token has one. ``namespace``, ``salt`` and ``adapter_id`` are as in BlockKeys. ``group``: the group
-    of layers of these blocks; 0 in a pool with one group. "created" has the capacities: ``blocks`` has (device, host)
-    of each group, the other fields their sums. "cleared" concerns all groups.
+    Attributes
+    ----------
+    kind : {"created", "stored", "removed", "updated", "cleared"}
+        "created" is the first event of a pool. "stored" is a chain of blocks, each the child of the one before.
+        "updated" blocks have another priority. "cleared" is a reset, or the beginning of a snapshot, and is about all
+        groups.
+    number : int
+        The number of blocks in all events before it. It equals ``next`` of the event before. If it is larger, the
+        difference is the number of blocks whose events were lost.
+    tier : str or None
+        The tier of the blocks: "device", "host", or the name of a store in the events of a ``StorageManager``.
+    keys : ndarray of uint64, shape (n, 2), or None
+        The keys of the blocks. None for "created" and "cleared".
+    parent : ndarray of uint64, shape (2,), or None
+        The key before the first block; None if that block begins a prompt.
+    tokens : ndarray of int32, shape (n, tokens_per_block), or None
+        The tokens of the blocks, for "stored" only.
+    extra_ids : ndarray of int64, shape (n, tokens_per_block), or None
+        The extra ids of these tokens, if one has any.
+    namespace : int
+        The digest of salt and adapter.
+    salt : bytes, str or None
+        The salt of the prompts that the blocks are from.
+    adapter_id : int, str or None
+        The adapter, likewise.
+    priority : int
+        The eviction priority of the blocks.
+    device_blocks : int
+        For "created" only: number of device blocks, in all groups of layers.
+    host_blocks : int
+        For "created" only: number of host blocks, in all groups of layers.
+    group : int
+        The index of the group of layers.
+    blocks : tuple of (int, int)
+        For "created" only: device and host blocks of each group.
     """
 
-    kind: str
+    kind: EventKind
     number: int
     tier: str | None = None
     keys: Uint64s | None = None
@@ -55,11 +83,12 @@ class Event:
 
     @property
     def next(self) -> int:
+        """The number of the event that follows."""
         return self.number + (1 if self.keys is None else len(self.keys))
 
 
 class Name(NamedTuple):
-    """The salt and adapter of a namespace tag, and the key with which its prompts begin."""
+    """The salt and adapter of a namespace, and the key before the first block of its prompts."""
 
     salt: bytes | str | None
     adapter_id: int | str | None
@@ -70,14 +99,54 @@ NAMELESS = Name(None, None, (0, 0))
 
 
 class Events(Sequence[Event]):
-    """The events of one call, as a sequence. An ``Event`` is made when it is read.
+    """The events of one ``KVCacheManager.events`` call: a sequence of ``Event``, and the same events as arrays.
 
-    To read many events fast, use the columns: ``records`` [n], one for each block; ``keys`` uint64[n, 2]; ``tokens``
-    int32[n, tokens_per_block]; ``extra`` int64 of the same shape, or None; ``bounds`` int64[m + 1]: event i is rows
-    ``bounds[i]:bounds[i + 1]``. ``number`` is that of the first event. ``tiers`` has the names of the tiers by the
-    number that records have, ``names`` the ``Name`` of each namespace. ``before_snapshot``: how many events come before
-    the "cleared" of a snapshot; without a snapshot, all. ``cursor``: where a reader goes on with ``events(since=)``.
-    ``missed``: how many rows, of those that ``since`` asked for, were not kept so long.
+    An ``Event`` is made when it is read, so the arrays are faster for many events. They have a row for each block.
+
+    Attributes
+    ----------
+    number : int
+        The number of the first event.
+    cursor : int
+        Pass it to the next ``events`` call of this reader as ``since``.
+    missed : int
+        Number of rows after ``since`` that the pool no longer had.
+    before_snapshot : int
+        Number of events before the "cleared" of a snapshot; all if there is no snapshot.
+    records : ndarray of void, shape (n,)
+        The record of each row, such as ``records["kind"]`` and ``records["tier"]``.
+    keys : ndarray of uint64, shape (n, 2)
+        The key of each row.
+    tokens : ndarray of int32, shape (n, tokens_per_block)
+        The tokens of each row.
+    extra : ndarray of int64, shape (n, tokens_per_block), or None
+        The extra ids of each row, if one has any.
+    bounds : ndarray of int64, shape (m + 1,)
+        The rows of event i are ``bounds[i]`` to ``bounds[i + 1]``.
+    names : dict of int to Name
+        Salt, adapter and root key of each namespace.
+    tiers : tuple of str
+        The name of each tier number in ``records``.
+    capacities : tuple of (int, int)
+        Device and host blocks of each group of layers.
+
+    Notes
+    -----
+    The arrays are private copies. Any thread may read them.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu", event_capacity=100) as cache:
+    ...     sequence = cache.add_sequence(range(8))
+    ...     cache.commit(sequence)
+    ...     cache.release(sequence)
+    ...     for event in cache.events():
+    ...         print(event.kind, event.number, event.tokens)
+    created 0 None
+    stored 1 [[0 1 2 3]
+     [4 5 6 7]]
     """
 
     def __init__(
@@ -116,7 +185,18 @@ class Events(Sequence[Event]):
         return self.number + len(self.records)
 
     def name(self, namespace: int) -> Name | None:
-        """The name of a record's namespace. None if no content with a key was ever stored in it."""
+        """Return the salt, the adapter and the root key of a namespace.
+
+        Parameters
+        ----------
+        namespace : int
+            The number that records have.
+
+        Returns
+        -------
+        Name or None
+            None if no content with a key was ever stored in it.
+        """
         return self.names.get(namespace)
 
     @overload
@@ -184,8 +264,8 @@ class Cached(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What was copied under the state lock: rows of the ring, the cached blocks of each group for a snapshot, and the
-    data to decode them. ``first``, ``last``: places in the ring, counted from the first event of the pool."""
+    """A copy that was made under the state lock: rows of the ring, the cached blocks of each group for a snapshot, and
+    the data to decode them. ``first``, ``last``: places in the ring, counted from the first event of the pool."""
 
     ring: Rows3
     cached: list[Cached] | None
@@ -203,8 +283,9 @@ class Taken(NamedTuple):
 
 
 def take(states: States, names: dict[int, Name], snapshot: bool, since: int | None = None) -> Taken:
-    """Copy the ring: what was not read, and it counts as read then; or what came ``since``. With ``snapshot``, also
-    copy what is cached. The caller holds the state lock. Raises ValueError for a place that was not reached."""
+    """Copy the events of the ring that were not read, which are read then, or those ``since`` a cursor. With
+    ``snapshot``, also copy the cached blocks. The caller holds the state lock. Raises ValueError for a cursor that the
+    ring has not reached."""
     numbers, kept = states.ring.numbers, states.ring
     first, last = int(numbers[N.read]), int(numbers[N.next])
     if since is not None:
@@ -230,8 +311,8 @@ def take(states: States, names: dict[int, Name], snapshot: bool, since: int | No
 
 
 def put_back(states: States, taken: Taken) -> None:
-    """Have the next call return events that nobody got. If others have read or recorded too much meanwhile, some cannot
-    be kept, which is counted.
+    """Have the next call return events that no caller has received. If others have read or recorded too many meanwhile,
+    some are lost, which is counted.
 
     The caller holds the state lock.
     """
@@ -255,12 +336,12 @@ def _cached(state: State) -> Cached:
 
 
 def _whole(table: npt.NDArray[np.void], which: Rows) -> npt.NDArray[np.void]:
-    """Some rows of a table, as bytes. NumPy's own way copies them field by field, which takes five times as long."""
+    """Return rows of a table, copied as bytes. NumPy copies them field by field, which takes five times as long."""
     return table.view(f"V{table.dtype.itemsize}").take(which).view(table.dtype)
 
 
 def _extra_rows(extra: Rows, places: Rows, has: Bools) -> Rows | None:
-    """Extra ids of the rows that have some, zeros elsewhere; None if none has."""
+    """Return the extra ids of the rows that have some, zeros elsewhere; None if none has."""
     if not has.any():
         return None
     rows = np.zeros((len(places), extra.shape[1]), np.int64)
@@ -269,7 +350,7 @@ def _extra_rows(extra: Rows, places: Rows, has: Bools) -> Rows | None:
 
 
 def decode(taken: Taken) -> Events:
-    """The events of a copy. Needs no lock."""
+    """Return the events of a copy. Needs no lock."""
     missed = 0 if taken.since is None else taken.first - taken.since
     (records, tokens, extra), row = taken.ring, None
     if taken.cached is not None:
@@ -284,8 +365,8 @@ def decode(taken: Taken) -> Events:
 
 
 def joined(parts: Sequence[Rows3]) -> Rows3:
-    """Rows of events, one part after the other. Extra ids are zeros for a part that has none, and None if no part has
-    any."""
+    """Return rows of events, one part after the other. Extra ids are zeros for a part that has none, and None if no
+    part has any."""
     records, tokens, extra = zip(*parts, strict=True)
     both = None
     if any(part is not None for part in extra):
@@ -296,7 +377,7 @@ def joined(parts: Sequence[Rows3]) -> Rows3:
 
 
 def _stored(group: int, cached: Cached, device_blocks: int) -> Rows3:
-    """The events that describe what a group has cached."""
+    """Return the events that describe the cached blocks of a group."""
     blocks = np.zeros(len(cached.ids), EVENT)
     for field in ("key0", "key1", "parent0", "parent1", "namespace", "priority"):
         blocks[field] = cached.blocks[field]
@@ -314,8 +395,8 @@ def _continues(after: npt.NDArray[np.void], before: npt.NDArray[np.void]) -> Boo
 
 
 def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: Int32s) -> Rows:
-    """An order of cached blocks, within each tier. The children of a block come after it, its first child right after
-    it.
+    """Return an order of cached blocks, within each tier, in which the children of a block come after it, and its first
+    child directly after it.
 
     Each content joins the chain of its parent if it is the parent's first child. Else it begins a chain. Chains are
     sorted by where they begin.
@@ -341,14 +422,14 @@ def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: Int32s) -> Ro
 
 
 def parents_first(blocks: npt.NDArray[np.void]) -> Rows:
-    """An order of the rows of one tier: the children of a block come after it."""
+    """Return an order of the rows of one tier, in which the children of a block come after it."""
     ids = np.arange(len(blocks))
     return _parents_first(blocks, ids, np.full(len(blocks), NONE, np.int32))
 
 
 def _steps_to_root(parent: Rows) -> tuple[Rows, Rows]:
-    """For each row, the steps to the row that is its own parent, and that row. It uses doubling, since chains are
-    long."""
+    """Return, for each row, the steps to the row that is its own parent, and that row. It uses doubling, since chains
+    are long."""
     root, steps = parent, (parent != np.arange(len(parent))).astype(np.int64)
     while (root[root] != root).any():
         steps, root = steps + steps[root], root[root]

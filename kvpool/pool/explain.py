@@ -1,8 +1,8 @@
-"""Explain which tokens of a prompt are not reused: reason codes, counts and positions; no tokens and no salts.
+"""Explain which tokens of a prompt are not reused: reason codes, counts and positions, without tokens and salts.
 
-The answer is for the operator of the engine, never for the sender of the prompt: "other_namespace" reveals that another
-namespace has the same tokens, which a salt is there to hide, and the counts reveal how many. Everything else is about
-the prompt's own namespace, as the keys of another one differ.
+The result is for the operator of the engine, not for the sender of the prompt: "other_namespace" reveals that another
+namespace has the same tokens, which a salt hides, and the counts reveal how many. All other reasons are about the
+prompt's own namespace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvpool.state.records import N
 from kvpool.state.tiers import EVICTED, EXPIRED, FORGOTTEN, LOSS
 
 InStores: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, str], ...]]"
-"""The fields of ``Missed`` that are of stores."""
+"""The fields ``stores`` and ``trouble`` of ``Missed``."""
 MissReason: TypeAlias = Literal[
     "after_miss",
     "always_computed",
@@ -47,27 +47,34 @@ _REASONS: dict[int, MissReason] = {
 
 
 class Missed(NamedTuple):
-    """Consecutive tokens of a prompt that are not reused for one reason.
+    """Consecutive tokens of a prompt that are not reused, for one reason.
 
-    Parameters
+    Attributes
     ----------
-    first
-        The position of the first one.
-    tokens
-        How many they are.
-    reason
-        "evicted" or "expired" (evicted after its time to live), "forgotten" (by a call, or because other content took
-        its place), "lost" (a copy failed), "other_namespace" (cached there), "after_miss" (cached, but what comes
-        before is not), "never_seen", "unknown" (the history that is kept is too short to tell), "always_computed" (the
-        last token, and a last block that is not full), "bypassed" (``reuse=False``).
-    ago_ms
-        How many ms ago the last of them left, or None.
-    stores
-        Of ``StorageManager.explain`` alone: the stores that are known to have all of these tokens.
-    trouble
-        Of ``StorageManager.explain`` alone: the last trouble with them, by store, such as ``("disk", "damaged")``: why
-        a load did not bring them ("late", "declined", ...), or why they were not saved ("evicted", "crowded",
-        "suspended").
+    first : int
+        The index of the first token in the prompt.
+    tokens : int
+        Number of tokens.
+    reason : str
+        Why they are not reused:
+
+        - "evicted": the block was evicted; "expired": after its time to live.
+        - "forgotten": a call dropped it, or other content took its place.
+        - "lost": a copy into the block failed.
+        - "other_namespace": only another namespace has it.
+        - "after_miss": the block is cached, but one before it is not.
+        - "never_seen": it was never cached.
+        - "unknown": the history that the pool keeps is too short.
+        - "always_computed": the last token, and a last block that is not full.
+        - "bypassed": the prompt has ``reuse=False``.
+    ago_ms : int or None
+        Time since the last of them left the cache, in milliseconds, if it is known.
+    stores : tuple of str
+        The stores that are known to have all of these tokens. Only ``StorageManager.explain`` sets it.
+    trouble : tuple of (str, str)
+        For each store with a failure, its name and the last one, such as ``("disk", "damaged")``: why a load did not
+        bring the blocks ("late", "declined", ...), or why they were not saved ("evicted", "crowded", "suspended").
+        Only ``StorageManager.explain`` sets it.
     """
 
     first: int
@@ -79,8 +86,23 @@ class Missed(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """How many tokens of a prompt come from the device, from the host and from a copy of a part of a block, and why the
-    others do not."""
+    """The tokens of a prompt that can be reused, and why the others cannot.
+
+    ``CachedContent.explain`` returns it.
+
+    Attributes
+    ----------
+    tokens : int
+        Number of tokens of the prompt.
+    device_tokens : int
+        Tokens in full blocks on the device.
+    host_tokens : int
+        Tokens in full blocks on the host only.
+    partial_tokens : int
+        Tokens that can be copied from a block that matches in part.
+    missed : tuple of Missed
+        The other tokens, in the order of the prompt.
+    """
 
     tokens: int
     device_tokens: int
@@ -89,7 +111,7 @@ class Explanation(NamedTuple):
     missed: tuple[Missed, ...]
 
     def with_stores(self, width: int, of: Callable[[int], InStores]) -> Explanation:
-        """Return the same, with the stores and the trouble of each missed block. ``width``: tokens of a block."""
+        """Return the same, with the stores and the trouble of each missed block. ``width`` is ``tokens_per_block``."""
         missed = list[Missed]()
         for miss in self.missed:
             first, end = miss.first, miss.first + miss.tokens
@@ -105,7 +127,8 @@ class Explanation(NamedTuple):
 
 
 def explained(core: Core, keys: BlockKeys, match: Match, lacks: Bools) -> Explanation:
-    """Explain why a prompt that reuses ``match`` reuses no more. ``lacks`` bool[full blocks]: what is not cached."""
+    """Explain why a prompt that reuses ``match`` reuses no more. ``lacks`` bool[full blocks] is True where a block is
+    not cached."""
     width, place, missed = core.config.tokens_per_block, match.tokens, list[Missed]()
     first, end = place // width, (len(keys) - 1) // width if keys.reuse else 0
     reasons = _reasons(core, keys, first, lacks[:end]) if first < end else ()
@@ -121,7 +144,7 @@ def explained(core: Core, keys: BlockKeys, match: Match, lacks: Bools) -> Explan
 
 
 def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[tuple[MissReason, int | None]]:
-    """Yield why each of the blocks from ``first`` on is not reused, and how many ms ago it left."""
+    """Yield why each of the blocks from ``first`` on is not reused, and how many ms ago it left the cache."""
     now_ms = core.now()
     with core.lock, core.changes:
         core.check_open()

@@ -287,8 +287,7 @@ class LiveSequences(Prompts):
         """
         which = id_array("ids", ids)
         with self.core.lock, self.core.changes:
-            figures = statistics.requests(self.core, self.core.rows(which))
-        return statistics.RequestStats(*(int(figure[0]) for figure in figures)) if is_integer(ids) else figures
+            return statistics.requests(self.core, self.core.rows(which), is_integer(ids))
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)

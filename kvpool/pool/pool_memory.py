@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 class PoolMemory:
-    """The memory of both tiers: ``cache.memory``. Thread-safe.
+    """The memory of both tiers as arrays, and its exports. It is ``KVCacheManager.memory``.
+
+    Notes
+    -----
+    Thread-safe. Nothing here changes the pool. A pool with one group of layers of one layout has ``device_pool`` and
+    ``host_pool``; every pool has ``device_pools`` and ``host_pools``.
 
     Examples
     --------
@@ -35,30 +40,40 @@ class PoolMemory:
 
     @property
     def device_pools(self) -> tuple[tuple[DeviceArray, ...], ...]:
-        """The device tier of each group of layers, and of each of its layouts: see ``device_pool``."""
+        """The device tier: for each group of layers, an array for each of its layouts, as ``device_pool``."""
         return self._pools.device_pools
 
     @property
     def host_pools(self) -> tuple[tuple[Array, ...], ...]:
-        """The host tier of each group of layers, and of each of its layouts: see ``host_pool``."""
+        """The host tier: for each group of layers, an array for each of its layouts, as ``host_pool``."""
         return self._pools.host_pools
 
     @property
     def device_pool(self) -> DeviceArray:
-        """The device tier of a pool with one group of one layout.
+        """The device tier of a pool with one group of layers of one layout.
 
-        Its shape is ``layout.device_shape(device_blocks)``, in the storage dtype. It is a NumPy array in main memory,
-        else an array of the device's own kind, with DLPack and ``__cuda_array_interface__``. Raises ValueError for
-        other pools, which have ``device_pools``.
+        Its shape is ``layout.device_shape(device_blocks)``, and its dtype ``layout.storage_dtype``. In main memory it
+        is a NumPy array, on a GPU a CuPy array. Other packages take it by DLPack or ``__cuda_array_interface__``; see
+        also ``export``.
+
+        Raises
+        ------
+        ValueError
+            For a pool with several groups or layouts, which has ``device_pools``.
         """
         return self._pools.device_pool
 
     @property
     def host_pool(self) -> Array:
-        """The host tier of a pool with one group of one layout.
+        """The host tier of a pool with one group of layers of one layout.
 
-        Its shape is ``layout.host_shape(host_blocks)``, and every block is contiguous. Raises ValueError for other
-        pools, which have ``host_pools``.
+        A NumPy array, whose shape is ``layout.host_shape(host_blocks)``, in which every block is contiguous. Block id
+        ``device_blocks + i`` is its block i.
+
+        Raises
+        ------
+        ValueError
+            For a pool with several groups or layouts, which has ``host_pools``.
         """
         return self._pools.host_pool
 
@@ -71,7 +86,7 @@ class PoolMemory:
         group: int | None = None,
         part: int = 0,
     ) -> Export:
-        """Export a tier to arrays of other packages, in place.
+        """Export a tier to arrays of other packages, without a copy.
 
         Parameters
         ----------
@@ -95,13 +110,9 @@ class PoolMemory:
         Raises
         ------
         TypeError, ValueError
-            For a wrong argument.
+            For a bad argument.
         PoolClosed
-            After ``close``.
-
-        Notes
-        -----
-        Thread-safe; does not change the pool.
+            After the pool was closed.
         """
         core, tier = self._core, tier_argument(tier)
         g = core.config.group(group)
@@ -116,8 +127,7 @@ class PoolMemory:
         """Describe a tier so that another process on this machine can attach it by ``kvpool.attach``.
 
         Both tiers of a pool with ``shared=True`` can be shared, and on a GPU the device tier of any pool. Memory of the
-        caller cannot. The description can be pickled. It lets processes of the same user read and write all KV of the
-        tier, and cannot be taken back: give it only to processes that you trust.
+        caller cannot. The description can be pickled.
 
         Parameters
         ----------
@@ -132,15 +142,18 @@ class PoolMemory:
         Raises
         ------
         TypeError, ValueError
-            For a wrong argument, and for memory that cannot be shared.
+            For a bad argument, and for memory that cannot be shared.
         DeviceError, MemoryError, PoolClosed
-            Where the device or the memory fails; after ``close``.
+            Where the device or the memory fails; after the pool was closed.
 
         Notes
         -----
-        A loader in the other process fills the blocks of a ``reserve`` without a stream. A reader there reads the
-        blocks of a ``pin`` without a stream. Close a pool on a GPU after its attachments; elsewhere the order does not
-        matter. Thread-safe; does not change the pool.
+        The description lets processes of the same user read and write all KV of the tier, and cannot be revoked: give
+        it only to processes that you trust.
+
+        A loader in the other process writes blocks of an ``Imports.reserve`` without a stream. A reader there reads
+        blocks of a ``KVCacheManager.pin`` without a stream. Close a pool on a GPU after its attachments; elsewhere the
+        order does not matter.
         """
         tier = tier_argument(tier)
         self._core.check_open()
@@ -152,16 +165,16 @@ class PoolMemory:
         Returns
         -------
         Calibration or None
-            What was measured, or None for a device that has nothing to choose.
+            The measurements, or None for a device that has only one way.
 
         Raises
         ------
         DeviceError, MemoryError, PoolClosed
-            Where the device or the memory fails; after ``close``.
+            Where the device or the memory fails; after the pool was closed.
 
         Notes
         -----
-        Takes seconds. The result is kept on disk for other processes. The pool's blocks are not touched. Thread-safe.
+        It takes seconds. The result is kept on disk for other processes. The pool's blocks are not touched.
         """
         self._core.check_open()
         return self._core.device.calibrate()

@@ -1,4 +1,4 @@
-"""Statistics of a pool, as a snapshot with documented fields."""
+"""Statistics of a pool and of its sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.common.arrays import Int64s
+from kvpool.common.arrays import Int32s, Int64s
 from kvpool.pool.core import Core
 from kvpool.pool.transfer.transfer import Transfer
 from kvpool.state.arrays import State, States
@@ -34,38 +34,122 @@ from kvpool.state.records import (
 
 @dataclass(frozen=True)
 class TierStats:
-    """Blocks of one tier. free + used = capacity; free = empty + evictable."""
+    """The blocks of one tier by their use: capacity = free + used, and free = empty + evictable.
+
+    Attributes
+    ----------
+    capacity : int
+        Number of blocks.
+    free : int
+        Blocks that nobody holds, which the next calls can take.
+    used : int
+        Blocks held by sequences, reservations or leases.
+    evictable : int
+        Free blocks with content, which can be reused until it is evicted.
+    pinned : int
+        Blocks held by leases, whether or not sequences hold them too.
+    empty : int
+        Free blocks without content.
+    redundant : int
+        Free host blocks whose content is on the device too. 0 for the device tier.
+    """
 
     capacity: int
     free: int
-    """blocks that nobody holds, so the next calls can take them"""
     used: int
-    """blocks that sequences, reservations or pins hold"""
     evictable: int
-    """free blocks with content that can be reused until it is evicted"""
     pinned: int
-    """blocks that leases hold, whether or not sequences hold them too"""
     empty: int
     redundant: int
-    """host copies of content that is on the device as well"""
 
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Times on the pool's clock. ``bins`` int64[33] counts them: bin 0 is below 1 ms, bin i is [2**(i-1), 2**i) ms.
-    ``total_ms`` is the sum of the times."""
+    """A histogram of times on the pool's clock.
+
+    Attributes
+    ----------
+    bins : ndarray of int64, shape (33,)
+        The number of times in each bin: below 1 ms in bin 0, from ``2**(i - 1)`` to below ``2**i`` ms in bin i.
+    total_ms : int, default 0
+        The sum of the times, in milliseconds.
+    """
 
     bins: Int64s = field(default_factory=lambda: np.zeros(BINS, np.int64))
     total_ms: int = 0
 
     @property
     def count(self) -> int:
+        """The number of times."""
         return int(self.bins.sum())
 
 
 @dataclass(frozen=True)
 class GroupStats:
-    """The figures of one group of layers. They are totals since the pool was made, unless their text says "now"."""
+    """The figures of one group of layers.
+
+    ``Stats.groups`` has them. The figures are totals since the pool was made, except those of the tiers.
+
+    Attributes
+    ----------
+    device : TierStats
+        The device blocks now.
+    host : TierStats
+        The host blocks now.
+    offloaded_blocks : int
+        Blocks that were copied to the host.
+    onboarded_blocks : int
+        Blocks that were copied to the device.
+    forgotten_device_blocks : int
+        Contents that had their only copy on the device, and left the cache.
+    forgotten_host_blocks : int
+        Contents that had their only copy on the host, and left the cache.
+    offloads_saved : int
+        Evictions from the device that needed no copy, because the host had one.
+    evicted_offloaded_blocks : int
+        Evictions from the device that moved the content to the host.
+    evicted_by_rule_blocks : int
+        Evictions from the device of content that is not worth an offload (a block that is not full, a low priority, too
+        few uses), and all evictions that need a copy in a pool without a host tier.
+    evicted_host_full_blocks : int
+        Evictions from the device of content that was worth an offload, but the host had no room.
+    evicted_host_blocks : int
+        Evictions from the host of content that had no other copy.
+    copied_blocks : int
+        Blocks that were copied in part, or to give a sequence a private copy.
+    lost_blocks : int
+        Blocks whose bytes never came, because the device refused the copy.
+    redundant_dropped : int
+        Host copies that were dropped while the content was on the device.
+    expired_blocks : int
+        Blocks whose time to live has passed.
+    passed_blocks : int
+        Blocks that live sequences released when the window had passed them.
+    forgotten_by_call_blocks : int
+        Contents that ``forget`` removed from the index. Those without another copy count as forgotten too.
+    offloaded_bytes : int
+        Bytes of the copies to the host that the device accepted.
+    onboarded_bytes : int
+        Bytes of the copies to the device, likewise.
+    within_bytes : int
+        Bytes of the copies inside a tier, likewise.
+    offload_seconds : float or None
+        Time of the copies to the host. None on a device that copies after the call has returned.
+    onboard_seconds : float or None
+        Time of the copies to the device, likewise.
+    within_seconds : float or None
+        Time of the copies inside a tier, likewise.
+    lifetime_ms : Histogram
+        From storing to eviction from the device.
+    idle_ms : Histogram
+        From the last use to eviction from the device.
+    host_lifetime_ms : Histogram
+        From storing to eviction from the host, of content that had no other copy.
+    host_idle_ms : Histogram
+        From the last use to such an eviction from the host.
+    reuse_gap_ms : Histogram
+        From one use to the next, of each block that a prompt hit in full.
+    """
 
     device: TierStats
     host: TierStats
@@ -74,100 +158,118 @@ class GroupStats:
     forgotten_device_blocks: int = 0
     forgotten_host_blocks: int = 0
     offloads_saved: int = 0
-    """evictions from the device that needed no copy because the host had one"""
     evicted_offloaded_blocks: int = 0
-    """evictions from the device that moved the content to the host"""
     evicted_by_rule_blocks: int = 0
-    """evictions from the device of content that a rule does not offload (not full, low priority, too few uses), or in
-    a pool without a host tier"""
     evicted_host_full_blocks: int = 0
-    """evictions from the device of content that should have been offloaded, but the host had no room"""
     evicted_host_blocks: int = 0
-    """evictions from the host of content that had no other copy"""
     copied_blocks: int = 0
-    """blocks that were copied in part, or to give a sequence a private copy"""
     lost_blocks: int = 0
-    """blocks whose bytes never came, because the device failed"""
     redundant_dropped: int = 0
-    """host copies that were dropped while the content was on the device"""
     expired_blocks: int = 0
     passed_blocks: int = 0
-    """blocks that live sequences released when the window had passed them"""
     forgotten_by_call_blocks: int = 0
-    """blocks that ``forget`` made unfindable. Those without any copy left also count as forgotten"""
     offloaded_bytes: int = 0
-    """bytes of the copies to the host that the device accepted"""
     onboarded_bytes: int = 0
     within_bytes: int = 0
-    """bytes that were copied inside a tier"""
     offload_seconds: float | None = None
-    """time of those copies. None on devices that copy after the call has returned, since nobody waits for them"""
     onboard_seconds: float | None = None
     within_seconds: float | None = None
     lifetime_ms: Histogram = field(default_factory=Histogram)
-    """time from storing to eviction from the device"""
     idle_ms: Histogram = field(default_factory=Histogram)
-    """time from the last use to eviction from the device"""
     host_lifetime_ms: Histogram = field(default_factory=Histogram)
-    """time from storing to eviction from the host, for content that had no other copy"""
     host_idle_ms: Histogram = field(default_factory=Histogram)
-    """time from the last use to such an eviction from the host"""
     reuse_gap_ms: Histogram = field(default_factory=Histogram)
-    """time from the last use to the next, for each block that a prompt hit in full"""
 
 
 @dataclass(frozen=True)
 class Stats(GroupStats):
-    """The figures of a pool. ``groups`` has a ``GroupStats`` for each group of layers. The same fields here are their
-    sums.
+    """The figures of a pool: those of ``GroupStats``, summed over the groups of layers, and those of requests.
 
+    ``KVCacheManager.stats`` returns it. ``str`` prints the most important figures. The figures are totals since the
+    pool was made, unless they say "now".
+
+    Attributes
+    ----------
+    prompt_tokens : int
+        Tokens of the prompts that were added.
+    reused_device_tokens : int
+        Of those, tokens in full blocks that were on the device, or that a window had passed.
+    reused_host_tokens : int
+        Of those, tokens in full blocks that were on the host only.
+    partial_tokens : int
+        Of those, tokens that were copied from blocks that matched in part.
+    reused_device_blocks : int
+        The blocks of ``reused_device_tokens``.
+    reused_host_blocks : int
+        The blocks of ``reused_host_tokens``.
+    partial_blocks : int
+        Blocks that matched in part.
+    missed_blocks : int
+        Blocks of prompts that were not full hits.
+    bypassed_tokens : int
+        Tokens of prompts with ``reuse=False``, which no other figure of prompts counts.
+    appended_tokens : int
+        Tokens that were appended to sequences.
+    dropped_tokens : int
+        Tokens that were rewound, and draft tokens that were rejected.
+    recomputed_tokens : int
+        Tokens of full blocks whose content was cached already when a sequence committed them.
+    events_dropped : int
+        Events for which there was no room.
+    sequences : int
+        Running sequences now.
+    swapped : int
+        Sequences that are swapped out now.
+    leases : int
+        Open leases now.
+    oldest_lease_ms : int
+        Age of the oldest lease that is open now, in milliseconds; 0 if there is none.
+    reservations : int
+        Open reservations now.
+    expired_reservations : int
+        Reservations that were not committed before their deadline.
+    overdue_reservations : int
+        Expired reservations that were not aborted yet, now. Their blocks are out of use.
+    uploads : int
+        Uploads of block tables that the device has not finished reading now. Each retains a staging buffer.
+    most_uploads : int
+        The most such uploads at any time.
+    groups : tuple of GroupStats
+        The figures of each group of layers.
+
+    Notes
+    -----
     A prompt counts once, since all groups reuse the same tokens of it. The tier and the blocks of those tokens are
-    counted in the first group that is not for cross attention.
+    those of the first group that is not for cross attention.
     """
 
     prompt_tokens: int = 0
     reused_device_tokens: int = 0
-    """tokens in full blocks that were on the device, or that a window had passed"""
     reused_host_tokens: int = 0
-    """tokens in full blocks that were on the host"""
     partial_tokens: int = 0
-    """tokens that were copied out of blocks that matched in part"""
     reused_device_blocks: int = 0
     reused_host_blocks: int = 0
     partial_blocks: int = 0
     missed_blocks: int = 0
-    """blocks of prompts that were not full hits"""
     bypassed_tokens: int = 0
-    """tokens of prompts that were not allowed to reuse anything. No other figure of prompts counts them"""
     appended_tokens: int = 0
     dropped_tokens: int = 0
-    """tokens that were rewound, and draft tokens that were not kept"""
     recomputed_tokens: int = 0
-    """tokens of full blocks whose content was already cached when a sequence committed them"""
     events_dropped: int = 0
     sequences: int = 0
-    """running now"""
     swapped: int = 0
-    """sequences that wait on the host now"""
     leases: int = 0
-    """open now"""
     oldest_lease_ms: int = 0
-    """age of the oldest lease that is open now, 0 without any"""
     reservations: int = 0
-    """open now"""
     expired_reservations: int = 0
-    """reservations that were not committed before their deadline"""
     overdue_reservations: int = 0
-    """open now, after their deadline: their blocks wait for ``abort``"""
     uploads: int = 0
-    """uploads of block tables that the device has not finished reading now. Each retains a staging buffer"""
     most_uploads: int = 0
-    """the most uploads that there ever were at once"""
     groups: tuple[GroupStats, ...] = ()
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompts' blocks that were reused as full blocks."""
+        """The share of the blocks of prompts that were full hits, from 0 to 1."""
         reused = self.reused_device_blocks + self.reused_host_blocks
         return reused / max(1, reused + self.missed_blocks)
 
@@ -192,28 +294,45 @@ class Stats(GroupStats):
 
 
 class RequestStats(NamedTuple):
-    """Of each sequence, int32[n] in the order of the ids; int for one id.
+    """The figures of live sequences, in tokens: an int each for one id, int32 of shape (n,) for n ids.
 
-    ``prompt``: tokens that it was added with, without those that were appended later. Of those, ``device`` and
-    ``host`` were reused in full blocks and ``partial`` were copied out of a block that matched in part. ``decoded``:
-    tokens that it has now after its prompt. ``committed``: tokens whose KV is written. ``dropped``: tokens that were
-    rewound, and drafts that were not kept. ``recomputed``: tokens of full blocks whose content was cached already
-    when this sequence committed them, so that computing them was wasted, as by requests that share a prefix and run
-    at the same time.
+    ``KVCacheManager.request_stats`` returns it.
 
-    With several groups of layers, ``host`` is of the group that has the most; ``recomputed`` of the first group that is
-    not for cross attention. A fork begins with its parent's figures, and a beam takes them over with the tokens. A
-    rewind into the prompt makes ``prompt`` smaller.
+    Attributes
+    ----------
+    prompt : int or ndarray of int32, shape (n,)
+        Tokens that the sequence was added with.
+    device : int or ndarray of int32, shape (n,)
+        Of those, tokens that were reused in full blocks from the device.
+    host : int or ndarray of int32, shape (n,)
+        Of those, tokens that were reused in full blocks from the host.
+    partial : int or ndarray of int32, shape (n,)
+        Of those, tokens that were copied from a block that matched in part.
+    decoded : int or ndarray of int32, shape (n,)
+        Tokens after the prompt now.
+    committed : int or ndarray of int32, shape (n,)
+        Tokens whose KV is written.
+    dropped : int or ndarray of int32, shape (n,)
+        Tokens that were rewound, and draft tokens that were rejected.
+    recomputed : int or ndarray of int32, shape (n,)
+        Tokens of full blocks whose content was cached already when the sequence committed them, so that computing them
+        was wasted. It happens to requests that share a prefix and run at the same time.
+
+    Notes
+    -----
+    With several groups of layers, ``host`` is that of the group with the most, and ``recomputed`` that of the first
+    group that is not for cross attention. A fork begins with the figures of its parent, and a beam takes them over with
+    the tokens. A rewind into the prompt makes ``prompt`` smaller.
     """
 
-    prompt: Any
-    device: Any
-    host: Any
-    partial: Any
-    decoded: Any
-    committed: Any
-    dropped: Any
-    recomputed: Any
+    prompt: int | Int32s
+    device: int | Int32s
+    host: int | Int32s
+    partial: int | Int32s
+    decoded: int | Int32s
+    committed: int | Int32s
+    dropped: int | Int32s
+    recomputed: int | Int32s
 
 
 _OF_GROUPS = [field.name for field in fields(GroupStats) if field.name in COUNTERS]
@@ -227,8 +346,8 @@ def _tier(state: State, tier: int, capacity: int, pinned: int) -> TierStats:
 
 
 def _group(state: State, pinned: Int64s, nbytes: list[int], seconds: Sequence[float | None]) -> GroupStats:
-    """The figures of one group. ``pinned`` has the id of a block once for each pin of it. The index of ``nbytes`` and
-    ``seconds`` is the direction."""
+    """Return the figures of one group. ``pinned`` has the id of a block once for each pin of it. The index of
+    ``nbytes`` and ``seconds`` is the direction."""
     device, pinned = int(state.header.device_blocks), np.unique(pinned)
     pinned_device = int(np.searchsorted(pinned, device))
     counters = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
@@ -256,7 +375,7 @@ def _group(state: State, pinned: Int64s, nbytes: list[int], seconds: Sequence[fl
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    """The sum of figures of one kind, or None if they are unknown."""
+    """Return the sum of figures of one kind, or None if they are unknown."""
     first = parts[0]
     if isinstance(first, (TierStats, Histogram)):
         return type(first)(*(_sum([getattr(part, field.name) for part in parts]) for field in fields(first)))
@@ -272,11 +391,11 @@ def snapshot(
     uploads: tuple[int, int],
     late: tuple[int, int],
 ) -> Stats:
-    """The figures of a pool now. ``lead`` is the first group that is not for cross attention.
+    """Return the figures of a pool now. ``lead`` is the first group that is not for cross attention.
 
-    ``pinned`` has the pool id of a block once for each pin of it. ``uploads`` is the number now under way, and the
-    most that there ever were at once. ``late`` is the number of reservations that have expired, and of those of them
-    that are still open. The caller holds the state lock, so nothing here loops over all blocks.
+    ``pinned`` has the pool id of a block once for each pin of it. ``uploads`` is the number now in flight, and the
+    most at any time. ``late`` is the number of reservations that have expired, and of those that are overdue. The
+    caller holds the state lock, so nothing here loops over all blocks.
     """
     pins = {int(state.group): ids for state, _, ids in states.split(pinned)}
     times = transfer.moved.nanoseconds
@@ -310,12 +429,12 @@ def snapshot(
     )
 
 
-def requests(core: Core, rows: Int64s) -> RequestStats:
-    """The figures of live rows. The caller holds the state lock."""
+def requests(core: Core, rows: Int64s, single: bool) -> RequestStats:
+    """Return the figures of live rows, or of a ``single`` one. The caller holds the state lock."""
     sequences = core.tokens.sequences[rows]
     host = np.max([state.sequences["from_host"][rows] for state in core.states], axis=0)
     partial = sequences["cached"] % core.config.tokens_per_block
-    return RequestStats(
+    figures = (
         sequences["prompt"].copy(),
         sequences["cached"] - partial - host,
         host,
@@ -325,3 +444,4 @@ def requests(core: Core, rows: Int64s) -> RequestStats:
         sequences["dropped"].copy(),
         sequences["recomputed"].copy(),
     )
+    return RequestStats(*(int(figure[0]) for figure in figures) if single else figures)
