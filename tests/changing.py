@@ -246,8 +246,15 @@ CASES = [
     verb("offload", Plain, {"prompt": UINT64}, prompt=OWN_KEYS)._replace(forms=ARRAYS),
     *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("forget", "cached_blocks")),
     verb("set_priority", Plain, TOKENS, {"priority": 80}, prompt=PROMPT),
-    verb("missing_blocks", Plain, TOKENS, {"there": np.ones((1, 2), np.bool_)}, prompt=PROMPT),
-    Case("missing_blocks", Plain, _lacking, {"there": ([[True, True]], [[True, False]])}, {"there": np.bool_}, ARRAYS),
+    verb("missing_blocks", Plain, TOKENS, {"available": np.ones((1, 2), np.bool_)}, prompt=PROMPT),
+    Case(
+        "missing_blocks",
+        Plain,
+        _lacking,
+        {"available": ([[True, True]], [[True, False]])},
+        {"available": np.bool_},
+        ARRAYS,
+    ),
     *(
         verb(name, Plain, {"prompt": UINT64}, prompt=KEYS)._replace(forms=ARRAYS)
         for name in ("forget", "cached_blocks")

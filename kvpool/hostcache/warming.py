@@ -18,6 +18,7 @@ from kvpool.hostcache.host_copies import HostCopies
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
 from kvpool.pool.config import LayerGroup
+from kvpool.pool.hints import HintAction
 from kvpool.pool.keys import key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state import control, saving
@@ -170,7 +171,12 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.content.cached_blocks(keys)
     cache.content.missing_blocks(keys, np.ones((1, 6), np.bool_))
     cache.content.set_priority(keys, 80)
-    action = {"action_id": "warm", "action_type": "retain", "action_version": 1, "payload": {"keys": keys.keys}}
+    action: HintAction = {
+        "action_id": "warm",
+        "action_type": "retain",
+        "action_version": 1,
+        "payload": {"keys": keys.keys},
+    }
     cache.content.hints({"protocol_version": 1, "message_id": "up", "actions": [action]})
     rows = key_rows(keys)
     cursor = cache.core.decide(None, saving.open_dirty_cursor, True)

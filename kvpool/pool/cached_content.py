@@ -1,35 +1,70 @@
-"""CachedContent: calls that look at, move, drop and rank cached content that a caller names."""
+"""CachedContent: calls that look up, move, drop and rank cached content."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from kvpool.common.arguments import Namespace, namespace_argument, priority_argument, ttl_argument
+from kvpool.common.arguments import ForeignArray, Namespace, namespace_argument, priority_argument, ttl_argument
 from kvpool.common.arrays import Bools, Int64s
-from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.layout import Tier, integer_argument
 from kvpool.common.arrays.strided import in_numpy
 from kvpool.pool.core import MAX_MS, Core
 from kvpool.pool.explain import Explanation, explained
-from kvpool.pool.hints import ClientHints, HintAnswer
+from kvpool.pool.hints import ClientHints, HintAnswer, HintMessage
 from kvpool.pool.keys import BlockKeys, Keys, MissingBlocks, Prompt, is_keys, key_rows, request_of, tier_number
 from kvpool.pool.prompt_requests import PromptRequests
 from kvpool.state import control, index, verbs
 
 
 class CachedContent:
-    """Cached content that a prompt, keys or a namespace names: ``cache.content``. Thread-safe."""
+    """The calls about cached content, which a prompt, keys or a namespace names. It is ``KVCacheManager.content``.
+
+    Notes
+    -----
+    Thread-safe.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
+    ...     sequence = cache.add_sequence(range(8))
+    ...     cache.commit(sequence)
+    ...     cache.release(sequence)
+    ...     print(cache.content.offload(range(8)), cache.content.cached_blocks(range(8), tier="host"))
+    ...     print(cache.content.forget(range(8)), cache.match_prefix(range(8)).tokens)
+    2 [[ True  True]]
+    2 0
+    """
 
     def __init__(self, core: Core, requests: PromptRequests, client_hints: ClientHints) -> None:
         self.core, self._requests, self._client_hints = core, requests, client_hints
 
     def prefetch(self, prompt: Prompt) -> int:
-        """Onboard the prompt's cached full blocks that are only on the host, without holding them. Returns how many.
+        """Copy the cached full blocks of a prompt to the device, where only the host has them.
 
-        With a window, it onboards those that adding the prompt would reuse. It stops when no device block is free.
-        Changes the pool.
+        It does not hold them. It stops when no device block is free.
+
+        Parameters
+        ----------
+        prompt : BlockKeys or array_like of int, shape (n,)
+            The prompt.
+
+        Returns
+        -------
+        int
+            Number of blocks that were copied.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad prompt; after the pool was closed.
+
+        Notes
+        -----
+        Changes the pool. With a sliding window, it copies the blocks that an admission of the prompt would reuse.
         """
         keys = self._requests.keys(prompt)
         full = len(keys) // self.core.config.tokens_per_block
@@ -37,18 +72,54 @@ class CachedContent:
         return int(self.core.decide(None, verbs.prefetch, request_of(keys), ids, self.core.now()))
 
     def offload(self, prompt: Prompt | Keys) -> int:
-        """Copy cached device blocks to the host and keep both copies. Returns how many were copied.
+        """Copy cached device blocks to the host, and keep both copies.
 
-        A later eviction from the device then costs no copy. Takes a prompt, or keys. Stops when the host has no room.
+        A later eviction from the device then needs no copy. The call stops when the host tier has no room.
+
+        Parameters
+        ----------
+        prompt : BlockKeys, array_like of int, shape (n,), or keys
+            A prompt, or the keys of blocks: ndarray of uint64, shape (n, 2), or a list of 16-byte strings.
+
+        Returns
+        -------
+        int
+            Number of blocks that were copied.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad argument; after the pool was closed.
+
+        Notes
+        -----
         Changes the pool.
         """
         return int(self.core.decide(None, verbs.offload, self._named(prompt)[1], self.core.now()))
 
-    def cached_blocks(self, prompt: Prompt | Keys, *, tier: str | None = None) -> Bools:
-        """Which blocks of a prompt, or of keys, are cached: bool[groups, n], for each group of layers and each key.
+    def cached_blocks(self, prompt: Prompt | Keys, *, tier: Tier | None = None) -> Bools:
+        """Return whether each full block of a prompt, or each key, is cached.
 
-        ``tier``: "device" or "host", None for any. The answer may be outdated when the call returns. Thread-safe;
-        changes nothing. Raises TypeError, ValueError, PoolClosed.
+        Parameters
+        ----------
+        prompt : BlockKeys, array_like of int, shape (n,), or keys
+            A prompt, or the keys of blocks, as for ``offload``.
+        tier : {"device", "host"}, optional
+            Look in this tier only. By default in both.
+
+        Returns
+        -------
+        ndarray of bool, shape (groups, m)
+            For each group of layers and each of the m blocks.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad argument; after the pool was closed.
+
+        Notes
+        -----
+        Changes nothing. Other threads may change the pool before the caller reads the result.
         """
         which, rows = tier_number(tier), self._named(prompt)[1]
         out = np.empty((len(self.core.states), len(rows)), np.bool_)
@@ -57,36 +128,72 @@ class CachedContent:
             control.cached(self.core.states.groups, rows, which, out)
         return out
 
-    def missing_blocks(self, prompt: Prompt, there: object) -> MissingBlocks:
-        """Which blocks a loader should load for a prompt, so that more of it can be reused.
+    def missing_blocks(
+        self, prompt: Prompt, available: Bools | Sequence[Sequence[bool]] | ForeignArray
+    ) -> MissingBlocks:
+        """Return the blocks that a loader should load so that more of a prompt can be reused.
 
-        ``there``: bool[groups, full blocks of the prompt], the blocks that it can load. The answer has the number of
-        tokens that could then be reused. For each group of layers, it has the blocks that are lacking for that: in a
-        group with attention to all tokens all of them, in a group with a window those that the next token sees, in a
-        recurrent group the last state. It has no blocks if nothing is gained. Thread-safe; changes nothing. Raises
-        TypeError, ValueError, PoolClosed.
+        Parameters
+        ----------
+        prompt : BlockKeys or array_like of int, shape (n,)
+            The prompt.
+        available : array_like of bool, shape (groups, m)
+            For each group of layers and each of the m full blocks of the prompt, whether the loader can load it.
+
+        Returns
+        -------
+        MissingBlocks
+            The number of tokens that can be reused afterwards, and the blocks to load: in a group with full attention,
+            all that are not cached; with a sliding window, those that the next token sees; in a recurrent group, the
+            last state. There are no blocks if loading gains nothing.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad argument; after the pool was closed.
+
+        Notes
+        -----
+        Changes nothing.
         """
         keys, groups = self._requests.keys(prompt), self.core.states.groups
         rows = key_rows(keys)
-        brought = _flags(there, (len(groups), len(rows)))
-        cached = np.empty_like(brought)
+        loadable = _flags(available, (len(groups), len(rows)))
+        cached = np.empty_like(loadable)
         with self.core.lock, self.core.changes:
             self.core.check_open()
             control.cached(groups, rows, control.ANY_TIER, cached)
-            lacks = brought | cached
+            lacks = loadable | cached
             most = int(index.missing_blocks(groups, request_of(keys), cached, lacks))
         return MissingBlocks(
             most * self.core.config.tokens_per_block, tuple(np.flatnonzero(group_lacks) for group_lacks in lacks)
         )
 
     def explain(self, prompt: Prompt) -> Explanation:
-        """Count the tokens of a prompt that the device and the host have, and say for the rest why not, by code and
-        position. See ``Explanation``.
+        """Count the tokens of a prompt that the device and the host have, and give the reason for the others.
 
-        Looks at every block of the prompt, and hashes it again for other namespaces that have or had sequences: for
-        diagnosis, not for every request. Show the result to operators of the engine only, not to senders of prompts:
-        "other_namespace" reveals what others have sent. Thread-safe; changes nothing. Raises TypeError, ValueError,
-        PoolClosed.
+        Parameters
+        ----------
+        prompt : BlockKeys or array_like of int, shape (n,)
+            The prompt.
+
+        Returns
+        -------
+        Explanation
+            The counts, and the ranges of tokens that are not reused.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad prompt; after the pool was closed.
+
+        Notes
+        -----
+        Changes nothing. It looks up every block of the prompt, and hashes the prompt again for each other namespace
+        that has or had sequences: use it for diagnosis, not for every request.
+
+        Show the result to operators of the engine only, not to senders of prompts: the reason "other_namespace" reveals
+        that another tenant has sent these tokens.
         """
         keys = self._requests.keys(prompt)
         match = self._requests.match(keys)
@@ -102,20 +209,37 @@ class CachedContent:
         *,
         namespace: Namespace | None = None,
     ) -> int:
-        """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
+        """Remove cached content from the index, in both tiers and in all groups of layers.
 
-        ``prompt``: a prompt. This forgets its full blocks, and a stored tail with which the rest of it begins. Content
-        that was computed after them stays, but nobody finds it without these blocks. Or keys. ``namespace``: a pair
-        (salt, adapter_id), whose whole content is forgotten, as when a tenant leaves. That looks at every block of the
-        pool, under the lock.
+        Pass either ``prompt`` or ``namespace``.
 
-        Blocks that nobody holds are then empty, and are taken first. Blocks of sequences, reservations and leases keep
-        their bytes until nobody holds them. A sequence or a reservation of the namespace, or with a block of the prompt
-        or of the keys, publishes nothing from now on. Otherwise what it commits later would bring the content back. An
+        Parameters
+        ----------
+        prompt : BlockKeys, array_like of int, shape (n,), or keys, optional
+            A prompt, or the keys of blocks, as for ``offload``. A prompt names its full blocks, and a cached block that
+            begins with its last tokens. Content after these blocks stays cached, but cannot be reused without them.
+        namespace : tuple of (salt, adapter_id), optional
+            Remove all content of this namespace, such as that of a tenant who leaves. It visits every block of the pool
+            under the lock.
+
+        Returns
+        -------
+        int
+            Number of contents that were removed. Two copies of one content count once.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad argument; after the pool was closed.
+
+        Notes
+        -----
+        Changes the pool. Blocks that nobody holds are empty afterwards, and are taken first. Blocks of sequences,
+        reservations and leases keep their bytes until they are released. Sequences and reservations with such a block,
+        or of the namespace, publish nothing from now on: a later commit would cache the content again. An
         ``import_blocks`` that is running is not stopped.
 
-        Counted as ``forgotten_by_call_blocks``, with "removed" events. Changes the pool; thread-safe. Raises TypeError,
-        ValueError, PoolClosed.
+        Statistics count the blocks as ``forgotten_by_call_blocks``, and there are "removed" events.
         """
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt, namespace: expected exactly one of them, got {prompt!r:.80}, {namespace!r:.80}")
@@ -129,46 +253,106 @@ class CachedContent:
         return int(self.core.decide(None, control.forget_prompt, request_of(keys), rows, ordered, now_ms))
 
     def set_priority(self, prompt: Prompt | Keys, priority: int, *, ttl_ms: int | None = None) -> int:
-        """Give the cached full blocks of a prompt, or of keys, another priority. Returns how many were found.
+        """Set the eviction priority of cached full blocks.
 
-        ``priority``: 0 (evicted first) to 100 (stays longest). ``ttl_ms``: after so long the priority falls to the
-        default. The time begins now, or at the release of a block that somebody holds. A block whose priority changes
-        is the last victim of its new one; others keep their place. A later request that hits the block can change it
-        again by a retention range. Emits "updated" events. Changes the pool; thread-safe. Raises TypeError, ValueError,
-        PoolClosed.
+        Parameters
+        ----------
+        prompt : BlockKeys, array_like of int, shape (n,), or keys
+            A prompt, or the keys of blocks, as for ``offload``.
+        priority : int
+            0 (evicted first) to 100 (evicted last).
+        ttl_ms : int, optional
+            After this many milliseconds the priority falls to the default, 35. The time begins now, or when a held
+            block is released. By default it never falls.
+
+        Returns
+        -------
+        int
+            Number of blocks that were found.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad argument; after the pool was closed.
+
+        Notes
+        -----
+        Changes the pool, and records "updated" events. Among the blocks of the new priority, a block whose priority
+        changes is evicted last. A later request that hits the block can change it again by a ``RetentionRange``.
         """
         value, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         return int(self.core.decide(None, control.set_priority, self._named(prompt)[1], value, ttl, self.core.now()))
 
     def hints(
-        self, message: Mapping[str, Any], *, salt: bytes | str | None = None, adapter_id: int | str | None = None
+        self, message: HintMessage, *, salt: bytes | str | None = None, adapter_id: int | str | None = None
     ) -> list[HintAnswer]:
-        """Do what a client wishes for its content, as far as its budget goes. Returns a ``HintAnswer`` for each action.
+        """Apply a client's cache hints, within the budget of its namespace.
 
-        ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1 or "1"), ``message_id``, and
-        ``actions`` (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` and ``payload``.
-        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys``
-        (uint64[n, 2], or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
+        Parameters
+        ----------
+        message : mapping
+            The hints, as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1 or "1"), ``message_id``, and ``actions``,
+            a list of at most 64 mappings with ``action_id``, ``action_type``, ``action_version`` and ``payload``.
+        salt : bytes or str, optional
+            The salt of the client's content. The engine sets it, and not the client.
+        adapter_id : int or str, optional
+            The adapter of the client's content; likewise.
 
-        - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
-          priority until the lease is over. No block is held: a request that needs all blocks gets them.
-        - "prefetch" brings what only the host has to the device; of tokens or a session.
-        - "drop" forgets cached blocks.
+        Returns
+        -------
+        list of HintAnswer
+            The outcome of each action.
 
-        Content of another namespace than that of ``salt`` and ``adapter_id``, which you set and not the client, counts
-        as not cached. Leases and prefetches of a namespace are for at most a sixteenth of the blocks at a time, and
-        for a half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
-        thread-safe. Raises TypeError or ValueError for a wrong envelope, with nothing changed; PoolClosed.
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad envelope, with nothing changed; after the pool was closed.
+
+        Notes
+        -----
+        Changes the pool. An action that is not valid is refused, and the others are applied.
+
+        A payload has one of ``tokens`` (ids), ``session`` (a name that was passed to ``KVCacheManager.release``) and
+        ``keys`` (uint64[n, 2], or strings of 32 hexadecimal digits). It may have ``lease_ms`` (default 60,000, at most
+        600,000). The types of actions are:
+
+        - "pin" and "retain" (with ``priority``, 36 to 99, default 60) raise the priority of cached blocks until the
+          lease ends. The blocks are not held: a request that needs all blocks gets them.
+        - "prefetch" copies blocks that only the host has to the device. It takes tokens or a session.
+        - "drop" removes blocks from the cache.
+
+        Content of any other namespace counts as not cached. The leases and prefetches of a namespace cover at most a
+        sixteenth of the blocks at a time, and those of all namespaces a half.
         """
         return self._client_hints.apply(message, salt, adapter_id)
 
     def refresh(self, now_ms: int | None = None) -> int:
-        """Give blocks whose time to live is over the default priority. Returns how many. Changes the pool."""
+        """Set the default priority for the blocks whose time to live has passed.
+
+        Parameters
+        ----------
+        now_ms : int, optional
+            The time, in milliseconds on the pool's clock. By default now.
+
+        Returns
+        -------
+        int
+            Number of blocks.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolClosed
+            For a bad time; after the pool was closed.
+
+        Notes
+        -----
+        Changes the pool. Other calls do this as far as they need it, so an engine does not have to call it.
+        """
         time_ms = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
         return int(self.core.decide(None, verbs.refresh, time_ms))
 
     def _named(self, prompt: object) -> tuple[BlockKeys | None, Int64s]:
-        """A prompt and its keys, or keys alone. Raises TypeError, ValueError."""
+        """Return a prompt and its keys, or None and keys. Raises TypeError, ValueError."""
         prompt = in_numpy("prompt", prompt)
         if not isinstance(prompt, BlockKeys) and is_keys(prompt):
             return None, key_rows(prompt)
@@ -176,14 +360,14 @@ class CachedContent:
         return keys, key_rows(keys)
 
 
-def _flags(there: object, shape: tuple[int, int]) -> Bools:
-    """Private bool[groups, full blocks]."""
-    values = in_numpy("there", there)
+def _flags(available: object, shape: tuple[int, int]) -> Bools:
+    """Return a private bool[groups, full blocks]. Raises TypeError, ValueError."""
+    values = in_numpy("available", available)
     if isinstance(values, (list, tuple)):
         values = np.array(values)
     if not isinstance(values, np.ndarray):
-        raise TypeError(f"there: expected bool{list(shape)}, got {there!r:.80}")
+        raise TypeError(f"available: expected bool{list(shape)}, got {available!r:.80}")
     flags = np.asarray(values)[...]
     if flags.dtype != np.bool_ or flags.shape != shape:
-        raise ValueError(f"there: expected bool{list(shape)}, got shape {flags.shape} and dtype {flags.dtype}")
+        raise ValueError(f"available: expected bool{list(shape)}, got shape {flags.shape} and dtype {flags.dtype}")
     return flags.copy()

@@ -1,20 +1,20 @@
-"""Hints: what a client wants to happen to its content, in the envelope of vLLM. A namespace pays with its own budget.
+"""Hints: a client's wishes for its cached content, in the message format of vLLM, within the budget of its namespace.
 
-A hint names content of its own namespace only. It holds no block: what is pinned or retained has a higher priority for
-a while, and goes last. So no hint makes a request fail, and the worst hints keep a namespace's share of the blocks.
+A hint names content of its own namespace only. It holds no block: a pinned or retained block has a higher priority for
+a while. So no hint makes a request fail, and the worst hints keep a namespace's share of the blocks.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.common.arguments import list_argument, text_argument
+from kvpool.common.arguments import Integers, list_argument, text_argument
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.pool.core import Core
@@ -28,6 +28,12 @@ ACTIONS_MAX, KEYS_MAX, TEXT_MAX, SESSIONS_MAX = 64, 1 << 16, 256, 4096
 LEASE_MS, LEASE_MS_MAX, RETAINED = 60_000, 600_000, 60
 _SHARE, _SHARE_OF_ALL = 16, 2
 """A namespace may keep a sixteenth of all blocks by hints, and all namespaces together a half."""
+Outcome: TypeAlias = Literal["done", "partly", "refused"]
+HintPayload: TypeAlias = Mapping[str, "str | int | Integers | Sequence[str]"]
+"""The content that an action names, its lease and its priority: see ``CachedContent.hints``."""
+HintAction: TypeAlias = Mapping[str, "str | int | HintPayload"]
+HintMessage: TypeAlias = Mapping[str, "str | int | Sequence[HintAction]"]
+"""A message of a client. Its form is checked, since it comes from outside."""
 _PAYLOADS = {
     "pin": {"lease_ms"},
     "retain": {"lease_ms", "priority"},
@@ -41,18 +47,31 @@ Rows = Int64s
 
 
 class HintAnswer(NamedTuple):
-    """What became of one action: ``outcome`` is "done", "partly" or "refused", and ``why`` says why it is not done.
-    ``blocks``: of how many keys of the namespace."""
+    """The outcome of one action of a client's hints.
+
+    ``CachedContent.hints`` returns it.
+
+    Attributes
+    ----------
+    action_id : str
+        The id that the client gave the action.
+    outcome : {"done", "partly", "refused"}
+        Whether it was applied to all, some or none of its blocks.
+    blocks : int, default 0
+        Number of full blocks to which it was applied.
+    why : str, default ""
+        The reason if it is not "done".
+    """
 
     action_id: str
-    outcome: str
+    outcome: Outcome
     blocks: int = 0
     why: str = ""
 
 
 @contextmanager
 def _not_too_deep() -> Iterator[None]:
-    """What is nested without end, and cannot even be shown, is a ValueError too."""
+    """Raise ValueError for a message that is nested too deeply to be read or printed."""
     try:
         yield
     except RecursionError:
@@ -60,7 +79,7 @@ def _not_too_deep() -> Iterator[None]:
 
 
 class Action(NamedTuple):
-    """What a client wishes, of which only the form was checked. ``action_type`` and so on may be anything."""
+    """One action of a client, of which only ``action_id`` is checked. The other fields may be anything."""
 
     action_id: str
     action_type: object
@@ -69,8 +88,8 @@ class Action(NamedTuple):
 
     @_not_too_deep()
     def read(self, named: Set[str]) -> tuple[str, dict[str, Any], int, int]:
-        """The type, the payload, the lease in ms and the priority. ``named``: names of content, of which the payload
-        has one, if there are any. Raises TypeError, ValueError."""
+        """Return the type, the payload, the lease in ms and the priority. ``named``: the fields that name content, of
+        which a payload has one, if there are any. Raises TypeError, ValueError."""
         kind = self.action_type
         if not isinstance(kind, str) or kind not in _PAYLOADS:
             raise ValueError(f"action_type: expected one of {', '.join(_PAYLOADS)}, got {kind!r:.80}")
@@ -80,9 +99,9 @@ class Action(NamedTuple):
             raise ValueError(f"payload: expected up to {_FIELDS_MAX} entries, got {len(payload)}")
         unknown = [repr(field)[:80] for field in payload if field not in named | others]
         if unknown or len(named & payload.keys()) != bool(named):
-            told = f"expected one of {', '.join(sorted(named))}" if named else "expected no name of content"
-            told += "".join(f", and {field}" for field in sorted(others))
-            raise ValueError(f"payload: {told}, got {', '.join(unknown or sorted(map(str, payload))) or 'none'}")
+            expected = f"expected one of {', '.join(sorted(named))}" if named else "expected no name of content"
+            expected += "".join(f", and {field}" for field in sorted(others))
+            raise ValueError(f"payload: {expected}, got {', '.join(unknown or sorted(map(str, payload))) or 'none'}")
         lease = integer_argument("lease_ms", payload.get("lease_ms", LEASE_MS), 1, LEASE_MS_MAX)
         value = integer_argument("priority", payload.get("priority", RETAINED), DEFAULT_PRIORITY + 1, PRIORITY_MAX - 1)
         return kind, payload, lease, PRIORITY_MAX if kind == "pin" else value
@@ -90,7 +109,7 @@ class Action(NamedTuple):
 
 @_not_too_deep()
 def actions_of(message: object) -> list[Action]:
-    """The actions of an envelope, at most ``ACTIONS_MAX``. Raises TypeError, ValueError."""
+    """Return the actions of a message, at most ``ACTIONS_MAX``. Raises TypeError, ValueError."""
     envelope = _record("message", message, {"protocol_version", "message_id", "actions"})
     _version("protocol_version", envelope["protocol_version"])
     name_argument("message_id", envelope["message_id"])
@@ -104,7 +123,7 @@ def actions_of(message: object) -> list[Action]:
 
 
 class Budget:
-    """How many of ``blocks`` each namespace keeps by hints. Not thread-safe."""
+    """The numbers of blocks that namespaces keep by hints, of ``blocks`` in all. Not thread-safe."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks, self._all = blocks, 0
@@ -112,7 +131,7 @@ class Budget:
         self._ends: list[tuple[int, int, int]] = []
 
     def take(self, namespace: int, wanted: int, now_ms: int, lease: int) -> int:
-        """How many of the wanted blocks a namespace may keep for ``lease`` ms. They count until then."""
+        """Return how many of the wanted blocks a namespace may keep for ``lease`` ms. They count until then."""
         while self._ends and self._ends[0][0] <= now_ms:
             _, holder, count = heappop(self._ends)
             self._count(holder, -count)
@@ -131,7 +150,7 @@ class Budget:
 
 
 class ClientHints:
-    """Hints of clients. The state lock guards the budgets of namespaces, and what sessions have."""
+    """Hints of clients. The state lock guards the budgets of namespaces, and the prompts of sessions."""
 
     def __init__(self, core: Core, requests: PromptRequests) -> None:
         self.core, self._requests = core, requests
@@ -140,14 +159,15 @@ class ClientHints:
         self._remembered = 0
 
     def apply(self, message: object, salt: bytes | str | None, adapter_id: int | str | None) -> list[HintAnswer]:
-        """What ``CachedContent.hints`` does."""
+        """Apply the actions of a message: see ``CachedContent.hints``."""
         actions = actions_of(message)
         self.core.check_open()
         scope = self._requests.in_namespace([0], salt, adapter_id)
         return [self._answer(action, scope) for action in actions]
 
     def remember(self, session: str, keys: BlockKeys) -> None:
-        """A session has come so far. The oldest sessions are forgotten if all have more blocks than the pool."""
+        """Note the prompt of a session so far. The oldest sessions are dropped if all have more blocks than the
+        pool."""
         with self.core.lock, self.core.changes:
             name = keys.namespace, session
             self._remembered += len(keys.keys) - self._forget_session(name)
@@ -170,7 +190,7 @@ class ClientHints:
 
     @_not_too_deep()
     def _content(self, payload: dict[str, Any], scope: BlockKeys) -> tuple[Rows, BlockKeys | None]:
-        """The keys that an action names, and the prompt if it names one."""
+        """Return the keys that an action names, and the prompt if it names one."""
         if "keys" in payload:
             keys = payload["keys"]
             if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
@@ -195,7 +215,8 @@ class ClientHints:
     def _do(
         self, kind: str, value: int, rows: Rows, prompt: BlockKeys | None, namespace: int, lease: int
     ) -> tuple[int, str]:
-        """Do an action for as many blocks as are cached, of this namespace, and within its budget."""
+        """Apply an action to the cached blocks of this namespace, within its budget. Returns their number, and why
+        there are not more."""
         core, now_ms = self.core, self.core.now()
         if kind == "prefetch" and prompt is None:
             raise ValueError("payload: expected tokens or session for prefetch, got keys")
@@ -222,19 +243,19 @@ class ClientHints:
         return len(places), why
 
 
-def outcome(done: int, wanted: int) -> str:
-    """What became of an action that was to reach ``wanted`` blocks."""
+def outcome(done: int, wanted: int) -> Outcome:
+    """Return the outcome of an action that was applied to ``done`` of ``wanted`` blocks."""
     return "done" if done == wanted else "partly" if done else "refused"
 
 
 def _version(name: str, value: object) -> None:
-    """vLLM writes versions as texts."""
+    """Check a version, which vLLM writes as a string."""
     if value != str(VERSION):
         integer_argument(name, value, VERSION, VERSION)
 
 
 def _record(name: str, value: object, fields: set[str]) -> dict[str, Any]:
-    """A mapping with these fields and no others. Raises TypeError, ValueError."""
+    """Return a mapping with these fields and no others. Raises TypeError, ValueError."""
     record = _mapping(name, value)
     if set(record) != fields:
         raise ValueError(
@@ -244,13 +265,14 @@ def _record(name: str, value: object, fields: set[str]) -> dict[str, Any]:
 
 
 def _mapping(name: str, value: object) -> dict[str, Any]:
-    """A copy of a mapping, which nobody else changes."""
+    """Return a copy of a mapping, which nobody else changes."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}: expected a mapping, got {value!r:.80}")
     return dict(value)
 
 
 def name_argument(name: str, value: object) -> str:
+    """Return a string of 1 to ``TEXT_MAX`` characters. Raises TypeError, ValueError."""
     text = text_argument(name, value)
     if not 1 <= len(text) <= TEXT_MAX:
         raise ValueError(f"{name}: expected 1 to {TEXT_MAX} characters, got {text!r:.80}")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvpool.common.arguments import Namespace
 from kvpool.common.arrays import Bools, Int32s, Uint64s
+from kvpool.common.arrays.layout import Tier
 from kvpool.errors import KVPoolError, PoolClosed
 from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
 from kvpool.pool.keys import BlockKeys
@@ -189,7 +190,7 @@ class PoolAdapter:
         self._stored.note(number, compress(blocks, (codes == OK).tolist()), True)
         self._stored.note(number, compress(blocks, np.isin(codes, (ABSENT, DAMAGED)).tolist()), False)
 
-    def here(self, contents: Sequence[Content], tier: str | None = None) -> list[bool]:
+    def here(self, contents: Sequence[Content], tier: Tier | None = None) -> list[bool]:
         """Which contents the pool has now. Raises PoolClosed."""
         if not contents:
             return []
