@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.device == "cpu" or missing:
         jax.config.update("jax_platforms", "cpu")
     device, tier = get_device("cpu" if parsed.device == "cpu" or missing else "cuda"), DeviceTier(BLOCKS)
-    pool: dict[str, Any] = {"device_memory": tier}
+    pool: dict[str, Any] = {"memory": kvpool.MemoryOptions(device_memory=tier)}
     if parsed.store:
         StoreEngine.store = open_store(parsed.store)
         pool |= {"event_capacity": 4096, "secret": StoreEngine.store.secret}

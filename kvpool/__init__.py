@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from kvpool.hostcache.warming import warm_up as warm_up
     from kvpool.opening import open as open
     from kvpool.opening import open_host_cache as open_host_cache
+    from kvpool.pool.config import EvictionOptions as EvictionOptions
     from kvpool.pool.config import LayerGroup as LayerGroup
+    from kvpool.pool.config import MemoryOptions as MemoryOptions
     from kvpool.pool.keys import Admission as Admission
     from kvpool.pool.keys import BlockKeys as BlockKeys
     from kvpool.pool.keys import Match as Match
@@ -54,7 +56,7 @@ _NAMES = {
     "kvpool.hostcache.tier": "HostTier",
     "kvpool.hostcache.warming": "warm_up",
     "kvpool.opening": "open open_host_cache",
-    "kvpool.pool.config": "LayerGroup",
+    "kvpool.pool.config": "EvictionOptions LayerGroup MemoryOptions",
     "kvpool.pool.keys": "Admission BlockKeys Match",
     "kvpool.pool.leases": "Lease",
     "kvpool.pool.manager": "KVCacheManager",

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
 from kvpool.common.arguments import Integers, Namespace
-from kvpool.common.arrays import Int32s
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import AnyArray
 from kvpool.device.base import Device
@@ -17,7 +16,7 @@ from kvpool.errors import did_you_mean
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
-from kvpool.pool.config import LayerGroup
+from kvpool.pool.config import EvictionOptions, LayerGroup, MemoryOptions
 from kvpool.pool.manager import KVCacheManager
 from kvpool.storage.choice import LoadPolicy
 from kvpool.storage.host_storage_manager import HostStorageManager
@@ -38,8 +37,6 @@ HASH_VERSION = "kvpool 1"
 EVENT_CAPACITY = 16_384
 """More blocks than are committed in the milliseconds between two reads of the storage manager."""
 DRAIN_SECONDS = 10.0
-TierMemory: TypeAlias = "AnyArray | Callable[[int, int], AnyArray]"
-"""Memory for a tier, or a function (nbytes, alignment) that returns it."""
 _log = logging.getLogger("kvpool.storage")
 
 
@@ -51,19 +48,13 @@ class PoolOptions(TypedDict, total=False):
     device: str | Device
     max_sequences: int
     max_sequence_tokens: int | None
-    partial_reuse: bool
-    offload_min_priority: int
-    offload_min_reuse: int
-    clock: Callable[[], int] | None
-    staging_depth: int
-    device_memory: TierMemory | Sequence[TierMemory] | None
-    host_memory: TierMemory | Sequence[TierMemory] | None
-    table: Int32s | None
     window: int | None
     sinks: int
-    shared: bool
+    partial_reuse: bool
     policy: PolicyName
-    history_bytes: int
+    eviction: EvictionOptions | None
+    memory: MemoryOptions | None
+    clock: Callable[[], int] | None
 
 
 class StorageOptions(TypedDict, total=False):

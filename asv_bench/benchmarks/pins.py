@@ -9,6 +9,8 @@ from threading import Event
 from time import perf_counter
 from typing import Any
 
+import kvpool
+
 from .pools import LONG_PROMPT_TOKENS, PROMPT_TOKENS, Pooled, blocks_of, make_pool, make_prompts, store
 
 READ_TOKENS = 4_096
@@ -20,7 +22,9 @@ class Pinned(Pooled):
     def prepare(self, device_blocks: int) -> None:
         # Nothing is offloaded but what is asked for, so that the host tier keeps it.
         self.cache = make_pool(
-            device_blocks + blocks_of(READ_TOKENS), 2 * blocks_of(READ_TOKENS), offload_min_priority=100
+            device_blocks + blocks_of(READ_TOKENS),
+            2 * blocks_of(READ_TOKENS),
+            eviction=kvpool.EvictionOptions(offload_min_priority=100),
         )
         (prompt,) = make_prompts(1, READ_TOKENS, seed=1)
         keys = self.cache.block_keys(prompt)

@@ -64,7 +64,8 @@ def run_all() -> None:
     from kvpool.device.sim import SimDevice  # only tests need it, so the package does not import it
 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=_WIDTH, dtype="uint8")
-    for device, policy in ((None, "agent"), (SimDevice(progress=1), "adaptive")):
+    runs: list[tuple[SimDevice | None, PolicyName]] = [(None, "agent"), (SimDevice(progress=1), "adaptive")]
+    for device, policy in runs:
         with KVCacheManager(
             layout, device_blocks=16, host_blocks=8, device=device or "cpu", event_capacity=64, policy=policy
         ) as cache:

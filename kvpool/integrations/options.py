@@ -20,6 +20,7 @@ from kvpool.common.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvpool.pool.explain import Missed
+    from kvpool.state.arrays import PolicyName
 
 SEED = "PYTHONHASHSEED"
 PART = "{part}"
@@ -30,7 +31,7 @@ _SECONDS_MAX = 3600.0
 _HISTORY = 16_384
 UNNAMED = "without a name"
 """How a line calls a request that its engine does not name."""
-POLICIES = ("lru", "reuse", "agent", "adaptive")
+POLICIES: tuple[PolicyName, ...] = ("lru", "reuse", "agent", "adaptive")
 """``POLICIES`` of the state, which imports Numba."""
 _KEEPING = ("save", "load_share", "save_share", "load_seconds", "save_seconds", "retry_seconds")
 _NEAR = 0.75

@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from kvpool.common.arguments import bool_argument, clock_argument, priority_argument
+from kvpool.common.arrays import Int32s
 from kvpool.common.arrays.layout import BlockLayout, PoolIds, choice_argument, integer_argument
+from kvpool.common.arrays.strided import AnyArray
 from kvpool.state.arrays import LRU, POLICIES, GroupSizes, Settings
 
 HISTORY_ROW = 16
@@ -22,6 +24,9 @@ MAX_TOKENS = 262_144
 _BLOCKS_MAX = 2**31 - 1
 _TOKENS_MAX = 2**31 - 1
 _WIDTH_MAX = np.iinfo(np.int16).max
+TierMemory: TypeAlias = "AnyArray | Callable[[int, int], AnyArray]"
+"""Memory for a tier, or a function (nbytes, alignment) that returns it."""
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,112 @@ def _policy(policy: str, recurrent: bool) -> str:
 # -- the pool -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvictionOptions:
+    """Which evicted content a pool offloads to the host, and how much of the rest it can explain.
+
+    Passed to ``KVCacheManager`` as ``eviction=``. The eviction policy itself is its ``policy=``.
+
+    Parameters
+    ----------
+    offload_min_priority : int, default 30
+        0 to 100. Evicted content with a lower priority is dropped instead of offloaded.
+    offload_min_reuse : int, default 1
+        1 to 65535. Evicted content with fewer uses is dropped instead of offloaded. Its first use counts.
+    history_bytes : int, default 65536
+        Memory in which the pool notes which content is gone and why, for ``CachedContent.explain``: 16 bytes for each
+        of the last contents, whose number is rounded down to a power of two. 0 keeps no history.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value; the message names it.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> eviction = kvpool.EvictionOptions(offload_min_reuse=2)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu", eviction=eviction) as cache:
+    ...     print(cache.free_blocks)
+    8
+    """
+
+    offload_min_priority: int = 30
+    offload_min_reuse: int = 1
+    history_bytes: int = 65536
+
+    def __post_init__(self) -> None:
+        priority_argument("offload_min_priority", self.offload_min_priority)
+        integer_argument("offload_min_reuse", self.offload_min_reuse, 1, 65535)
+        integer_argument("history_bytes", self.history_bytes, 0, 1 << 31)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryOptions:
+    """Memory of the caller for the tiers and the block table of a pool, and how the pool shares and stages memory.
+
+    Passed to ``KVCacheManager`` as ``memory=``.
+
+    Parameters
+    ----------
+    device_memory, host_memory : array or callable or sequence of these, optional
+        Memory of the caller for a tier: an array of any package, C-contiguous, writable, of exactly the bytes of the
+        tier, at an address that is a multiple of 64; or a function ``(nbytes, alignment)`` that returns one. With
+        several groups or layouts, a list with one for each layout, group after group, or a function, which is called
+        for each. By default the pool allocates both tiers.
+    table : ndarray of int32, shape (max_sequences, columns), optional
+        Memory of the caller for the persistent block table, C-contiguous; ``columns`` is ``max_sequence_tokens`` in
+        blocks. With several groups the shape is (groups, max_sequences, columns). It may be some rows of a larger
+        array whose other rows belong to another model. By default the pool allocates it.
+    shared : bool, default False
+        Put tiers in main memory where other processes can attach them: see ``PoolMemory.share``. In a forked child,
+        calls of such a pool raise ForkedProcess, and access to its memory ends the child.
+    staging_depth : int, default 8
+        1 to 65536. Uploads of block tables that can be in flight on one stream. The next one waits for the oldest on
+        that stream.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value; the message names it. The pool checks arrays when it is made.
+
+    Notes
+    -----
+    The pool references the memory of the caller until it is closed. Until then, nothing else may write it. What a tier
+    contains at the start does not matter; the pool fills ``table`` with -1. On the cuda device, host memory that CUDA
+    reports as pinned is used as it is and must stay pinned until the pool is closed. Other host memory is registered
+    until then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> memory = kvpool.MemoryOptions(host_memory=lambda nbytes, alignment: np.zeros(nbytes, np.uint8))
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu", memory=memory) as cache:
+    ...     print(cache.memory.host_pool.shape[0])
+    8
+    """
+
+    device_memory: TierMemory | Sequence[TierMemory] | None = None
+    host_memory: TierMemory | Sequence[TierMemory] | None = None
+    table: Int32s | None = None
+    shared: bool = False
+    staging_depth: int = 8
+
+    def __post_init__(self) -> None:
+        bool_argument("shared", self.shared)
+        integer_argument("staging_depth", self.staging_depth, 1, 1 << 16)
+
+
+def options_argument(name: str, value: object, kind: type[Options]) -> Options:
+    """The options that an argument gives, or the defaults for None. Raises TypeError."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {kind.__name__} or None, got {value!r:.80}")
+    return kind() if value is None else value
+
+
 @dataclass(frozen=True)
 class PoolConfig:
     """The checked arguments of one pool; ``KVCacheManager`` describes them. ``settings`` are those that the states of
@@ -277,7 +388,6 @@ class PoolConfig:
 
     groups: tuple[Group, ...]
     settings: Settings
-    staging_depth: int
     clock: Callable[[], int]
     persistent_secret: bool
     """whether the secret was given, so that another pool can have the same keys"""
@@ -296,14 +406,11 @@ class PoolConfig:
         max_sequences: object,
         max_sequence_tokens: object,
         partial_reuse: object,
-        offload_min_priority: object,
-        offload_min_reuse: object,
+        policy: object,
+        eviction: object,
         secret: object,
         event_capacity: object,
-        policy: object,
-        staging_depth: object,
         clock: object,
-        history_bytes: object,
     ) -> PoolConfig:
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""
@@ -312,20 +419,20 @@ class PoolConfig:
             max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, _TOKENS_MAX)
         # A recurrent group keeps no state after a part of a block, so nothing can be reused in part.
         recurrent = any(group.kind == "recurrent" for group in checked)
+        options = options_argument("eviction", eviction, EvictionOptions)
         settings = Settings(
             width,
             integer_argument("max_sequences", max_sequences, 1, 1 << 24),
             -(-(max_sequence_tokens or _longest(checked, width)) // width),
             secret_argument(secret),
             bool_argument("partial_reuse", partial_reuse) and not recurrent,
-            priority_argument("offload_min_priority", offload_min_priority),
-            integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
+            int(options.offload_min_priority),
+            int(options.offload_min_reuse),
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
             _policy(choice_argument("policy", policy, POLICIES), recurrent),
-            _power_of_two(integer_argument("history_bytes", history_bytes, 0, 1 << 31) // HISTORY_ROW),
+            _power_of_two(int(options.history_bytes) // HISTORY_ROW),
         )
-        depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
-        return cls(checked, settings, depth, clock_argument(clock), secret is not None)
+        return cls(checked, settings, clock_argument(clock), secret is not None)
 
     @cached_property
     def tokens_per_block(self) -> int:

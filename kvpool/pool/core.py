@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool.common.arguments import milliseconds
-from kvpool.common.arrays import Array, Int64s
+from kvpool.common.arrays import Array, Int32s, Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import read_only
 from kvpool.common.changes import Changes
@@ -32,7 +32,7 @@ from kvpool.errors import (
     UnknownSequence,
 )
 from kvpool.pool import events as kv_events
-from kvpool.pool.config import PoolConfig
+from kvpool.pool.config import MemoryOptions, PoolConfig
 from kvpool.pool.tables.block_table import own_table
 from kvpool.pool.transfer.transfer import NO_IDS, Transfer
 from kvpool.state import records, verbs
@@ -296,16 +296,15 @@ class Core:
         self._owned: Callable[[], bool] = getattr(lock, "_is_owned", lambda: False)
 
 
-def pool_memory(
-    config: PoolConfig, device: Device, device_memory: object, host_memory: object, shared: bool
-) -> MemoryPools:
+def pool_memory(config: PoolConfig, device: Device, options: MemoryOptions) -> MemoryPools:
     """The memory of both tiers. Raises InsufficientMemory, TypeError, ValueError."""
     groups = ((group.layouts, group.device_blocks, group.host_blocks) for group in config.groups)
     layouts, device_blocks, host_blocks = zip(*groups, strict=True)
-    return MemoryPools(device, layouts, device_blocks, host_blocks, device_memory, host_memory, shared)
+    memory = (options.device_memory, options.host_memory)
+    return MemoryPools(device, layouts, device_blocks, host_blocks, *memory, bool(options.shared))
 
 
-def pool_states(config: PoolConfig, device: Device, table: object) -> States:
+def pool_states(config: PoolConfig, device: Device, table: Int32s | None) -> States:
     """The state of a pool. Raises InsufficientMemory. Raises TypeError and ValueError for a ``table`` that does not
     fit."""
     settings, sizes = config.settings, config.sizes

@@ -29,7 +29,7 @@ from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.cached_content import CachedContent
-from kvpool.pool.config import Group, LayerGroup, PoolConfig
+from kvpool.pool.config import EvictionOptions, Group, LayerGroup, MemoryOptions, PoolConfig, options_argument
 from kvpool.pool.core import Core, pool_memory, pool_states
 from kvpool.pool.exclusive import Exclusive, allowed_inside
 from kvpool.pool.hints import ClientHints
@@ -43,6 +43,7 @@ from kvpool.pool.reservations import ImportWriter, Reservations
 from kvpool.pool.shutdown import CloseReport, Shutdown
 from kvpool.pool.tables.staging import Staging
 from kvpool.state import control, records, verbs
+from kvpool.state.arrays import PolicyName
 from kvpool.state.verify import verify_states
 
 
@@ -138,21 +139,15 @@ class KVCacheManager(LiveSequences, Closing):
         device: str | Device = "auto",
         max_sequences: int = 256,
         max_sequence_tokens: int | None = None,
+        window: int | None = None,
+        sinks: int = 0,
         partial_reuse: bool = True,
-        offload_min_priority: int = 30,
-        offload_min_reuse: int = 1,
+        policy: PolicyName = "lru",
+        eviction: EvictionOptions | None = None,
+        memory: MemoryOptions | None = None,
         secret: bytes | None = None,
         event_capacity: int = 0,
         clock: Callable[[], int] | None = None,
-        staging_depth: int = 8,
-        device_memory: object = None,
-        host_memory: object = None,
-        table: object = None,
-        window: int | None = None,
-        sinks: int = 0,
-        shared: bool = False,
-        policy: str = "lru",
-        history_bytes: int = 65536,
     ) -> None:
         config = PoolConfig.of(
             layout,
@@ -165,28 +160,26 @@ class KVCacheManager(LiveSequences, Closing):
             max_sequences=max_sequences,
             max_sequence_tokens=max_sequence_tokens,
             partial_reuse=partial_reuse,
-            offload_min_priority=offload_min_priority,
-            offload_min_reuse=offload_min_reuse,
+            policy=policy,
+            eviction=eviction,
             secret=secret,
             event_capacity=event_capacity,
-            policy=policy,
-            staging_depth=staging_depth,
             clock=clock,
-            history_bytes=history_bytes,
         )
+        options = options_argument("memory", memory, MemoryOptions)
         pool_device, owned = get_device(device), not isinstance(device, Device)
         with ExitStack() as ends:
             if owned:
                 ends.callback(pool_device.close)
-            self._pools = pool_memory(config, pool_device, device_memory, host_memory, bool_argument("shared", shared))
+            self._pools = pool_memory(config, pool_device, options)
             ends.callback(self._pools.close)
-            core = Core(config, pool_device, pool_states(config, pool_device, table))
+            core = Core(config, pool_device, pool_states(config, pool_device, options.table))
             ends.pop_all()
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         super().__init__(core, requests := PromptRequests(core), hints := ClientHints(core, requests))
         self._leases = Leases(core, self._pools)
-        self._staging = Staging(pool_device, core.transfer, config.staging_depth)
+        self._staging = Staging(pool_device, core.transfer, options.staging_depth)
         self.tables = BlockTables(core, self._staging)
         self._writer, self._reservations = ImportWriter(core, self._pools), Reservations(core, self._pools)
         self.content = CachedContent(core, requests, hints)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numba.core.compiler_lock import global_compiler_lock
 
-from kvpool import HostCache, HostTier, KVCacheManager
+from kvpool import HostCache, HostTier, KVCacheManager, MemoryOptions
 from kvpool.common import jit
 from kvpool.device.memory.main_memory import SharedMemory
 from kvpool.errors import ForkedProcess
@@ -125,7 +125,9 @@ def test_a_child_does_not_wait_for_a_compiler_that_is_not_there() -> None:
 
 
 def test_a_pool_in_shared_memory_refuses_a_child_and_keeps_its_parent() -> None:
-    with KVCacheManager(small_layout(T), device_blocks=8, host_blocks=8, device="cpu", shared=True) as cache:
+    with KVCacheManager(
+        small_layout(T), device_blocks=8, host_blocks=8, device="cpu", memory=MemoryOptions(shared=True)
+    ) as cache:
         sequence = cache.add_sequence([*range(9)])
         cache.commit(sequence)
         in_child(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, PagedKV, gather_kv
+from kvpool import BlockLayout, KVCacheManager, MemoryOptions, PagedKV, gather_kv
 from kvpool.common.jit import cache
 from kvpool.device.base import Stream
 from kvpool.device.cuda import CudaDevice, calibration, describe_gpus, launcher, native
@@ -499,7 +499,7 @@ def test_memory_of_the_caller_is_used_once_what_was_enqueued_on_it_is_done(drive
     memory, stream = cupy.empty(LAYOUT.block_bytes * 6, np.uint8), cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory.fill(7)
-    with KVCacheManager(LAYOUT, device_blocks=6, device="cuda", device_memory=memory):
+    with KVCacheManager(LAYOUT, device_blocks=6, device="cuda", memory=MemoryOptions(device_memory=memory)):
         assert driver.library.emu_pending(ctypes.c_void_p(stream.ptr)) == 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
+from kvpool import KVCacheManager, MemoryOptions, PagedKV, gather_kv, scatter_kv
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
@@ -133,9 +133,11 @@ def test_memory_of_the_caller_that_the_driver_refuses_half_way_is_not_pinned(
         driver.failing("cuMemHostRegister_v2", lab.OUT_OF_MEMORY, passed),
         pytest.raises(InsufficientMemory, match=f"pinned {4096 * passed} of "),
     ):
-        KVCacheManager(LAYOUT, device_blocks=2, host_blocks=9, device=device, host_memory=array)
+        KVCacheManager(LAYOUT, device_blocks=2, host_blocks=9, device=device, memory=MemoryOptions(host_memory=array))
     assert driver.in_use() == before
-    KVCacheManager(LAYOUT, device_blocks=2, host_blocks=9, device=device, host_memory=array).close()
+    KVCacheManager(
+        LAYOUT, device_blocks=2, host_blocks=9, device=device, memory=MemoryOptions(host_memory=array)
+    ).close()
     device.close()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from engine import Bytes, Clock, Engine, Request, small_layout
-from kvpool import KVCacheManager, KVPoolError
+from kvpool import KVCacheManager, KVPoolError, MemoryOptions
 from kvpool.device.base import Stream
 from kvpool.device.cuda import CudaDevice
 from kvpool.errors import DeviceError
@@ -212,7 +212,9 @@ def uploads(seed: int, guard: str | None) -> bool:
     driver.quiet(seed)
     try:
         gpu = EmulatedGpu("kernel")
-        cache = KVCacheManager(small_layout(2), device_blocks=40, device=gpu, max_sequences=4, staging_depth=2)
+        cache = KVCacheManager(
+            small_layout(2), device_blocks=40, device=gpu, max_sequences=4, memory=MemoryOptions(staging_depth=2)
+        )
         if guard is not None:
             cache.core.disable_guard(guard)
         stream = gpu.create_stream("a")

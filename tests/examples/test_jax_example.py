@@ -55,7 +55,9 @@ def test_the_array_is_the_tier_and_a_step_makes_no_second_one(
     example: ModuleType, load: Callable[[str], ModuleType]
 ) -> None:
     tier = example.DeviceTier(64)
-    cache = example.kvpool.KVCacheManager(example.LAYOUT, device_blocks=64, device="cpu", device_memory=tier)
+    cache = example.kvpool.KVCacheManager(
+        example.LAYOUT, device_blocks=64, device="cpu", memory=example.kvpool.MemoryOptions(device_memory=tier)
+    )
     with cache:
         cache.memory.device_pool[0, 0, 3] = 7
         assert (np.asarray(tier.kv[0, 0, 3]) == 7).all()

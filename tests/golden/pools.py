@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import KVCacheManager, Lease
+from kvpool import EvictionOptions, KVCacheManager, Lease
 from kvpool.pool import Reservation
 from kvpool.tools.replay import synthetic
 from tests.engine import Clock
@@ -87,7 +87,8 @@ FIGURES = (
 def drive(kind: str, device: str, seed: int, secret: bytes = SECRET) -> Recorder:
     """One case: its lines, and in ``seen`` the figures of the pool too."""
     recorder, clock = Recorder(), Clock()
-    options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "offload_min_priority": 20}
+    eviction = EvictionOptions(offload_min_priority=20)
+    options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "eviction": eviction}
     with pool_of(KINDS[kind], 40, 24, device, secret=secret, clock=clock, policy="lru", **options) as cache:
         record_batches(cache, recorder)
         Driver(cache, recorder, clock, seed).run()

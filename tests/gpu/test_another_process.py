@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, PagedKV, PoolClosed, attach, gather_kv, scatter_kv
+from kvpool import BlockLayout, KVCacheManager, MemoryOptions, PagedKV, PoolClosed, attach, gather_kv, scatter_kv
 from kvpool.device.cuda import open_gpu_memory
 from kvpool.device.memory.main_memory import GpuMemory
 from kvpool.errors import DeviceError
@@ -65,7 +65,7 @@ def test_a_loader_in_another_process_fills_a_reservation_while_this_one_serves(w
     tokens, wanted = list(range(PROMPT)), content(1, PROMPT)
     device = {"gpu": "cuda"}.get(where, where)
     with KVCacheManager(
-        LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, device=device, shared=device == "cpu"
+        LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, device=device, memory=MemoryOptions(shared=device == "cpu")
     ) as cache:
         first = cache.add_sequence([*tokens[:PREFIX], 99])
         put(cache, slots_of(cache.block_table(first).dense()[0], PREFIX), wanted[:, :, :PREFIX].copy())
@@ -106,7 +106,9 @@ def test_a_gpu_that_another_process_has_is_opened_there_only_and_until_it_is_clo
         with pytest.raises(ValueError, match="in this process"):
             attach(description)
         memory = cupy.empty(2 * LAYOUT.block_bytes, cupy.uint8)
-        with KVCacheManager(LAYOUT, device_blocks=2, device="cuda", device_memory=memory) as other:
+        with KVCacheManager(
+            LAYOUT, device_blocks=2, device="cuda", memory=MemoryOptions(device_memory=memory)
+        ) as other:
             with pytest.raises(ValueError, match="caller's"):
                 other.memory.share()
     with pytest.raises(PoolClosed):
@@ -116,7 +118,9 @@ def test_a_gpu_that_another_process_has_is_opened_there_only_and_until_it_is_clo
 @pytest.mark.gpu
 def test_the_pinned_tier_of_a_gpu_is_shared_main_memory() -> None:
     real_cupy()
-    with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda", shared=True) as cache:
+    with KVCacheManager(
+        LAYOUT, device_blocks=2, host_blocks=3, device="cuda", memory=MemoryOptions(shared=True)
+    ) as cache:
         with attach(cache.memory.share("host")) as attached:
             attached.pool[2] = 5
             assert (cache.memory.host_pool[2] == 5).all() and (cache.memory.host_pool[:2] == 0).all()

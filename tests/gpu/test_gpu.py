@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, PagedKV, PoolClosed, gather_kv, scatter_kv
+from kvpool import KVCacheManager, MemoryOptions, PagedKV, PoolClosed, gather_kv, scatter_kv
 from kvpool.__main__ import main
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import get_device
@@ -43,7 +43,9 @@ def test_the_device_tier_is_seen_by_other_packages_in_place(cupy: Any) -> None:
 
 def test_exports_and_memory_of_the_caller_are_in_place(cupy: Any) -> None:
     owned = cupy.empty(5 * LAYOUT.block_bytes, cupy.uint8)
-    with KVCacheManager(LAYOUT, device_blocks=5, host_blocks=2, device="cuda", device_memory=owned) as cache:
+    with KVCacheManager(
+        LAYOUT, device_blocks=5, host_blocks=2, device="cuda", memory=MemoryOptions(device_memory=owned)
+    ) as cache:
         stream = cupy.cuda.Stream(non_blocking=True)
         for take in (cupy.asarray, cupy.from_dlpack):
             with stream:

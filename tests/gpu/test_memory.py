@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager
+from kvpool import BlockLayout, KVCacheManager, MemoryOptions
 from kvpool.common.arrays import dlpack
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.cuda import CudaDevice
@@ -153,7 +153,9 @@ def gpu_memory(cupy: Any, nbytes: int, **changes: Any) -> Any:
 def test_the_device_tier_lies_in_memory_of_the_caller(cupy: Any, as_function: bool) -> None:
     owned = gpu_memory(cupy, NBYTES)
     where = owned.__cuda_array_interface__["data"][0]
-    with open_pool(device="cuda", device_memory=(lambda nbytes, alignment: owned) if as_function else owned) as cache:
+    with open_pool(
+        device="cuda", memory=MemoryOptions(device_memory=(lambda nbytes, alignment: owned) if as_function else owned)
+    ) as cache:
         assert address(cache, "device") == where == cache.memory.device_pool.data.ptr
         cache.memory.device_pool.fill(4)
         cupy.cuda.Device().synchronize()
@@ -172,19 +174,22 @@ def test_memory_that_is_none_of_this_gpu_is_refused(cupy: Any) -> None:
     with pytest.raises(
         ValueError, match="device_memory is host memory: the cuda device has this tier in device memory"
     ):
-        open_pool(device=device, device_memory=aligned(NBYTES))
+        open_pool(device=device, memory=MemoryOptions(device_memory=aligned(NBYTES)))
     raw = aligned(NBYTES)
     stranger = SimpleNamespace(__cuda_array_interface__={**raw.__array_interface__})
     with pytest.raises(ValueError, match="device_memory: 0x.* is no memory of GPU 0"):
-        open_pool(device=device, device_memory=stranger)
+        open_pool(device=device, memory=MemoryOptions(device_memory=stranger))
     if cupy.cuda.runtime.getDeviceCount() > 1:
         with cupy.cuda.Device(1):
             elsewhere = gpu_memory(cupy, NBYTES)
         with pytest.raises(ValueError, match="is no memory of GPU 0"):
-            open_pool(device=device, device_memory=elsewhere)
+            open_pool(device=device, memory=MemoryOptions(device_memory=elsewhere))
     with pytest.raises(ValueError, match="read-only"):
         open_pool(
-            device=device, device_memory=gpu_memory(cupy, NBYTES, data=(gpu_memory(cupy, NBYTES).owner.ptr & ~63, True))
+            device=device,
+            memory=MemoryOptions(
+                device_memory=gpu_memory(cupy, NBYTES, data=(gpu_memory(cupy, NBYTES).owner.ptr & ~63, True))
+            ),
         )
     open_pool(device=device).close()
     device.close()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager
+from kvpool import KVCacheManager, MemoryOptions
 from kvpool.common.arrays import dlpack
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
@@ -158,7 +158,12 @@ def test_a_pool_serves_from_memory_of_the_caller_and_keeps_its_owner(cupy: Any) 
     owner = pinned(cupy)
     alive = weakref.ref(owner)
     cache = KVCacheManager(
-        LAYOUT, device_blocks=2, host_blocks=HOST_BLOCKS, device="cuda", host_memory=owner, max_sequences=2
+        LAYOUT,
+        device_blocks=2,
+        host_blocks=HOST_BLOCKS,
+        device="cuda",
+        memory=MemoryOptions(host_memory=owner),
+        max_sequences=2,
     )
     address = owner.ctypes.data
     del owner

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, PagedKV, gather_kv
+from kvpool import BlockLayout, MemoryOptions, PagedKV, gather_kv
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.memory import StridedArray
 from kvpool.device.sim import SimDevice
@@ -228,9 +228,9 @@ def test_an_array_of_jax_is_the_memory_of_a_tier_unless_it_says_that_it_is_read_
     owned = jax.dlpack.from_dlpack(aligned(nbytes))
     if not jax_before_0_12(jax):
         with pytest.raises(ValueError, match="device_memory: expected memory that can be written"):
-            open_pool(device_memory=owned)
+            open_pool(memory=MemoryOptions(device_memory=owned))
         return
-    with open_pool(device_memory=owned) as cache:
+    with open_pool(memory=MemoryOptions(device_memory=owned)) as cache:
         assert cache.memory.device_pool.ctypes.data == owned.unsafe_buffer_pointer()
         cache.memory.device_pool[...] = 0
         view = jax.dlpack.from_dlpack(cache.memory.export())
@@ -262,7 +262,7 @@ def test_torch_reads_and_writes_the_pool_in_place(torch: Any, tier: str, dtype: 
 
 def test_tensors_of_torch_are_arguments_and_may_own_a_tier(torch: Any) -> None:
     owned = torch.from_numpy(aligned(6 * LAYOUT.block_bytes))
-    with open_pool(device_memory=owned) as cache:
+    with open_pool(memory=MemoryOptions(device_memory=owned)) as cache:
         tokens = torch.arange(17)
         seq = cache.add_sequence(tokens)
         target = torch.zeros((1, 6), dtype=torch.int32)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool import MemoryOptions
 from kvpool.device.base import WrappedDevice
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.memory import StridedArray
@@ -51,7 +52,7 @@ def test_a_tier_lies_where_the_caller_says_and_works(tier: str, wrap: Any, as_fu
         asked.append((nbytes, alignment))
         return wrap(raw)
 
-    with open_pool(**{f"{tier}_memory": give if as_function else wrap(raw)}) as cache:
+    with open_pool(memory=MemoryOptions(**{f"{tier}_memory": give if as_function else wrap(raw)})) as cache:
         pool = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
         assert pool.ctypes.data == raw.ctypes.data and pool.nbytes == raw.nbytes
         run_requests(cache)
@@ -65,7 +66,7 @@ def test_a_tier_lies_where_the_caller_says_and_works(tier: str, wrap: Any, as_fu
 def test_it_is_kept_until_the_pool_is_closed_and_not_longer(tier: str) -> None:
     owner = DLPackOnly(aligned(BYTES[tier]))
     alive = weakref.ref(owner)
-    cache = open_pool(**{f"{tier}_memory": owner})
+    cache = open_pool(memory=MemoryOptions(**{f"{tier}_memory": owner}))
     del owner
     gc.collect()
     assert alive() is not None
@@ -78,7 +79,7 @@ def test_shared_memory_of_another_process_can_be_the_host_tier() -> None:
     shared = shared_memory.SharedMemory(create=True, size=BYTES["host"])
     try:
         other = shared_memory.SharedMemory(shared.name)
-        with open_pool(host_memory=np.frombuffer(shared.buf, np.uint8)[: BYTES["host"]]) as cache:
+        with open_pool(memory=MemoryOptions(host_memory=np.frombuffer(shared.buf, np.uint8)[: BYTES["host"]])) as cache:
             cache.memory.host_pool[3] = 2
             assert bytes(other.buf[3 * LAYOUT.block_bytes : 3 * LAYOUT.block_bytes + 2]) == np.float16(2).tobytes()
         gc.collect()
@@ -91,7 +92,7 @@ def test_shared_memory_of_another_process_can_be_the_host_tier() -> None:
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_the_sim_device_leaves_it_as_it_is_after_the_end(tier: str) -> None:
     raw, device = aligned(BYTES[tier]), SimDevice(0)
-    with open_pool(device=device, **{f"{tier}_memory": raw}) as cache:
+    with open_pool(device=device, memory=MemoryOptions(**{f"{tier}_memory": raw})) as cache:
         run_requests(cache)
         held = raw.copy()
     np.testing.assert_array_equal(raw, held)
@@ -101,7 +102,7 @@ def test_the_sim_device_leaves_it_as_it_is_after_the_end(tier: str) -> None:
 
 def test_a_wrapped_device_takes_it_too() -> None:
     raw = aligned(BYTES["device"])
-    with open_pool(device=WrappedDevice(CpuDevice()), device_memory=raw) as cache:
+    with open_pool(device=WrappedDevice(CpuDevice()), memory=MemoryOptions(device_memory=raw)) as cache:
         assert cache.memory.device_pool.ctypes.data == raw.ctypes.data
         assert np.from_dlpack(cache.memory.export()).ctypes.data == raw.ctypes.data
 
@@ -139,20 +140,20 @@ def read_only() -> np.ndarray:
 )
 def test_memory_that_does_not_fit_is_refused_by_name(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"device_memory.*{message}"):
-        open_pool(device_memory=given)
+        open_pool(memory=MemoryOptions(device_memory=given))
     if isinstance(given, np.ndarray) and given.nbytes == BYTES["device"]:
         with pytest.raises(ValueError, match="host_memory.*bytes"):
-            open_pool(host_memory=given)
+            open_pool(memory=MemoryOptions(host_memory=given))
 
 
 def test_two_tiers_do_not_share_bytes() -> None:
     raw = aligned(BYTES["device"] + BYTES["host"])
     device, host = raw[: BYTES["device"]], raw[BYTES["device"] :]
-    with open_pool(device_memory=device, host_memory=host) as cache:
+    with open_pool(memory=MemoryOptions(device_memory=device, host_memory=host)) as cache:
         run_requests(cache)
     overlap = raw[BYTES["device"] - 64 :][: BYTES["host"]]
     with pytest.raises(ValueError, match="device_memory: .*got some that host_memory has too"):
-        open_pool(device_memory=device, host_memory=overlap)
+        open_pool(memory=MemoryOptions(device_memory=device, host_memory=overlap))
 
 
 def test_what_the_function_of_the_caller_raises_is_reported() -> None:
@@ -164,9 +165,9 @@ def test_what_the_function_of_the_caller_raises_is_reported() -> None:
 
     device = CpuDevice()
     with pytest.raises(InsufficientMemory, match="the engine's pool is full"):
-        open_pool(device=device, device_memory=full)
+        open_pool(device=device, memory=MemoryOptions(device_memory=full))
     with pytest.raises(ZeroDivisionError):
-        open_pool(device=device, host_memory=broken)
+        open_pool(device=device, memory=MemoryOptions(host_memory=broken))
     open_pool(device=device).close()
 
 
@@ -179,11 +180,11 @@ def test_memory_of_the_caller_needs_no_room_of_the_device(monkeypatch: pytest.Mo
 
     with pytest.raises(InsufficientMemory):
         open_pool(device=Full())
-    with open_pool(device=Full(), device_memory=aligned(BYTES["device"])) as cache:
+    with open_pool(device=Full(), memory=MemoryOptions(device_memory=aligned(BYTES["device"]))) as cache:
         assert cache.device_blocks == 6
 
 
 def test_an_address_alone_can_be_a_tier() -> None:
     raw = aligned(BYTES["device"])
-    with open_pool(device_memory=StridedArray(raw.ctypes.data, raw.shape, 1, owner=raw)) as cache:
+    with open_pool(memory=MemoryOptions(device_memory=StridedArray(raw.ctypes.data, raw.shape, 1, owner=raw))) as cache:
         assert cache.memory.device_pool.ctypes.data == raw.ctypes.data

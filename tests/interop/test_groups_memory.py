@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from groups_lab import FULL, NARROW, WIDE, WINDOWED, GroupEngine, T
-from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
+from kvpool import KVCacheManager, MemoryOptions, PagedKV, gather_kv, scatter_kv
 from kvpool.errors import PoolBusy
 from tests.interop.arrays import aligned
 
@@ -70,7 +70,7 @@ def test_a_view_keeps_the_memory_of_its_part_and_no_other(place: tuple[int, int]
         alive[next(left)] = weakref.ref(raw)
         return raw
 
-    cache = open_groups(device_memory=give)
+    cache = open_groups(memory=MemoryOptions(device_memory=give))
     view = np.from_dlpack(cache.memory.export(group=place[0], part=place[1]))
     cache.close(force=True)
     del cache
@@ -140,7 +140,7 @@ def test_each_part_lies_in_memory_of_the_caller_and_works(device: str, as_functi
         f"{tier}_memory": (lambda nbytes, alignment, tier=tier: next(left[tier])) if as_function else mine[tier]
         for tier in mine
     }
-    engine = GroupEngine([6, 6], [5, 5], device=device, **options)
+    engine = GroupEngine([6, 6], [5, 5], device=device, memory=MemoryOptions(**options))
     for (group, part), at_device, at_host in zip(PLACES, mine["device"], mine["host"], strict=True):
         assert engine.cache.memory.device_pools[group][part].ctypes.data == at_device.ctypes.data
         assert engine.cache.memory.host_pools[group][part].ctypes.data == at_host.ctypes.data
@@ -151,7 +151,7 @@ def test_each_part_lies_in_memory_of_the_caller_and_works(device: str, as_functi
 
 def test_a_table_of_the_caller_has_the_rows_of_every_group() -> None:
     table = np.full((2, 3, 8), 77, np.int32)
-    engine = GroupEngine([8, 8], table=table, max_sequences=3, max_sequence_tokens=32)
+    engine = GroupEngine([8, 8], memory=MemoryOptions(table=table), max_sequences=3, max_sequence_tokens=32)
     assert (table == -1).all()
     first, two = engine.add(A[:18]), engine.add(A[20:24])
     for group in (0, 1):
@@ -173,4 +173,4 @@ def test_a_table_for_other_groups_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(
         ValueError, match=r"table: expected \[groups, max_sequences, columns\] = \[2, 3, 8\], got shape"
     ):
-        open_groups(table=np.zeros(shape, np.int32), max_sequences=3, max_sequence_tokens=32)
+        open_groups(memory=MemoryOptions(table=np.zeros(shape, np.int32)), max_sequences=3, max_sequence_tokens=32)

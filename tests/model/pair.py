@@ -11,6 +11,7 @@ from hypothesis import note
 
 from engine import Clock, EventReplay, Request
 from group_engine import Side, open_groups
+from kvpool import EvictionOptions
 from kvpool.state import records, saving
 from kvpool.state.records import DEFAULT_PRIORITY
 from tests import debug
@@ -21,6 +22,7 @@ from .model import Model
 from .outcomes import Choices, Failed, outcome
 from .tiers import Content, Prompt
 
+EVICTION = ("offload_min_priority", "offload_min_reuse")
 KINDS_OF_LIST = (records.EMPTY, records.CLEAN)
 
 
@@ -37,6 +39,7 @@ class Pair:
         policy = options.pop("policy", "lru")
         rules = [{name: value for name, value in group.items() if name != "parts"} for group in groups]
         self.model = GroupsModel(rules, tokens_per_block=tokens_per_block, clock=self.clock, **options)
+        eviction = EvictionOptions(**{name: options.pop(name) for name in EVICTION if name in options})
         self.engine = open_groups(
             groups,
             tokens_per_block=tokens_per_block,
@@ -44,6 +47,7 @@ class Pair:
             event_capacity=4096,
             clock=self.clock,
             policy=policy,
+            eviction=eviction,
             **options,
         )
         self.choices = (

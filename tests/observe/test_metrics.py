@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Engine, small_layout
 from grouped import MIXES, T, cached, churn, encoded, pool_of, seed
-from kvpool import KVCacheManager
+from kvpool import EvictionOptions, KVCacheManager
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import SOURCE, TARGET, TOKENS
 from kvpool.integrations.metric_definitions import DEFINITIONS
@@ -119,7 +119,7 @@ def test_tokens_are_counted_where_they_were_found(watched: Make, scrape: Scrape)
         (4, {}, None, {("device", "offloaded"): 1}),
         (0, {}, None, {("device", "rule"): 1}),
         (4, {}, [(0, None, 29, None)], {("device", "rule"): 1}),
-        (4, {"offload_min_reuse": 2}, None, {("device", "rule"): 1}),
+        (4, {"eviction": EvictionOptions(offload_min_reuse=2)}, None, {("device", "rule"): 1}),
     ],
 )
 def test_an_eviction_has_one_reason(

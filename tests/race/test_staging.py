@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import KVCacheManager, PoolClosed
+from kvpool import KVCacheManager, MemoryOptions, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
@@ -54,7 +54,7 @@ def test_the_rule_that_is_broken_is_found_by_verify() -> None:
 @pytest.mark.parametrize("depth", [1, 3, 8])
 def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int, runs: Runs) -> None:
     for seed, progress in runs:
-        lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=depth)
+        lab = Lab(8, 0, seed=seed, progress=progress, memory=MemoryOptions(staging_depth=depth))
         sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[DeviceEvent](), 0
         staging = lab.cache._staging
         for turn in range(25):
@@ -80,7 +80,7 @@ def test_a_stalled_stream_keeps_no_other_waiting(runs: Runs) -> None:
     """An upload behind a stalled stream, then more than may be under way on another, each read before the next: on
     the sim device a wait for the stalled one is an error."""
     for seed, progress in runs:
-        lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=8)
+        lab = Lab(8, 0, seed=seed, progress=progress, memory=MemoryOptions(staging_depth=8))
         a, out, other = lab.add([1, 2, 3]), target(1, 4), target(1, 4)
         with lab.on(lab.b):
             b = lab.add([7, 8])
@@ -120,7 +120,9 @@ class Slow(WrappedDevice):
 
 def test_one_too_many_waits_with_no_lock_held() -> None:
     device = Slow()
-    cache = KVCacheManager(small_layout(2), device_blocks=8, host_blocks=0, device=device, staging_depth=2)
+    cache = KVCacheManager(
+        small_layout(2), device_blocks=8, host_blocks=0, device=device, memory=MemoryOptions(staging_depth=2)
+    )
     ids, out, errors = [cache.add_sequence([k]) for k in range(3)], target(3, 4), list[BaseException]()
 
     def stage() -> None:
@@ -227,7 +229,9 @@ def test_halves_of_a_table_that_are_targets_by_themselves_are_apart() -> None:
 def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
     print(f"seed {seed}, progress {progress}")
     device = SimDevice(seed, progress=progress)
-    cache = KVCacheManager(small_layout(2), device_blocks=24, host_blocks=4, device=device, staging_depth=3)
+    cache = KVCacheManager(
+        small_layout(2), device_blocks=24, host_blocks=4, device=device, memory=MemoryOptions(staging_depth=3)
+    )
 
     def work(number: int) -> None:
         rng = np.random.default_rng([seed, number])
@@ -441,7 +445,7 @@ class Failing(WrappedDevice):
 
 @pytest.mark.parametrize("call", ["enqueue", "record", "query", "synchronize"])
 def test_a_device_that_fails_while_staging_is_reported(call: str) -> None:
-    lab = Lab(8, 0, wrap=Failing, staging_depth=1)
+    lab = Lab(8, 0, wrap=Failing, memory=MemoryOptions(staging_depth=1))
     sequence, out = lab.add([1]), declared_target(1, 4)
     lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
     assert isinstance(lab.cache.core.device, Failing)

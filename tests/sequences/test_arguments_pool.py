@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine, small_layout
-from kvpool import KVCacheManager, KVPoolError, OutOfBlocks
+from kvpool import EvictionOptions, KVCacheManager, KVPoolError, OutOfBlocks
 from kvpool.device import CpuDevice
 from kvpool.errors import InsufficientMemory, OutOfSequences, UnknownSequence
 from tests.seeds import seeds
@@ -19,11 +19,14 @@ from tests.sequences.test_arguments import picture, refused
 
 HUGE = [2**63 - 1, 2**64, -(2**63) - 1]
 CAPACITIES = ["device_blocks", "host_blocks", "max_sequences", "max_sequence_tokens", "event_capacity"]
-NUMBERS = [*CAPACITIES, "offload_min_priority", "offload_min_reuse"]
+EVICTION = ["offload_min_priority", "offload_min_reuse"]
+NUMBERS = [*CAPACITIES, *EVICTION]
 
 
 def made(**options: Any) -> KVCacheManager:
-    return KVCacheManager(**{"layout": small_layout(4), "device_blocks": 4, "device": "cpu", **options})
+    eviction = EvictionOptions(**{name: options.pop(name) for name in EVICTION if name in options})
+    defaults = {"layout": small_layout(4), "device_blocks": 4, "device": "cpu", "eviction": eviction}
+    return KVCacheManager(**{**defaults, **options})
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -73,6 +76,8 @@ def test_counts_whose_sum_wraps_are_refused(width: int) -> None:
             ({"secret": bad}, (TypeError, ValueError), "secret.* 16 to 64 bytes")
             for bad in (5, "x" * 16, b"x" * 15, b"x" * 65, b"", bytearray(16))
         ),
+        *(({"eviction": bad}, TypeError, "eviction: .*") for bad in (True, "lru", {}, EvictionOptions)),
+        *(({"memory": bad}, TypeError, "memory: .*") for bad in (True, {}, EvictionOptions())),
         *(({"device": bad}, TypeError, "device: .*") for bad in (None, 5, CpuDevice)),
         ({"device": "tpu"}, ValueError, "device: .*'tpu'"),
         ({"layout": small_layout(1 << 15)}, ValueError, f"tokens_per_block: .*{1 << 15}"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import BlockLayout, KVCacheManager, LayerGroup
+from kvpool import BlockLayout, EvictionOptions, KVCacheManager, LayerGroup
 from kvpool.errors import UnknownSequence
 from kvpool.pool import Missed
 
@@ -72,7 +72,7 @@ def test_another_namespace_a_hole_and_a_prompt_that_reuses_nothing(make: Make) -
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_what_a_bounded_memory_has_lost_is_not_called_unseen(make: Make, rows: int) -> None:
-    engine = make(P=5, T=4, history_bytes=16 * rows)
+    engine = make(P=5, T=4, eviction=EvictionOptions(history_bytes=16 * rows))
     for start in range(0, 500, 100):
         stored(engine, list(range(start, start + 17)))
     assert engine.cache.core.states.ring.gone.nbytes == 16 * rows

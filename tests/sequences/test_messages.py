@@ -11,7 +11,16 @@ import pytest
 
 import kvpool
 from engine import open_engine
-from kvpool import BlockLayout, HostCache, HostTier, KVCacheManager, LayerGroup, ModelIdentity, RetentionRange
+from kvpool import (
+    BlockLayout,
+    HostCache,
+    HostTier,
+    KVCacheManager,
+    LayerGroup,
+    MemoryOptions,
+    ModelIdentity,
+    RetentionRange,
+)
 from kvpool.common.arrays.strided import StridedArray, as_strided
 from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, Limits, ServerKeys
@@ -73,7 +82,7 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: made(clock=5),
     lambda at: made(groups=[LayerGroup(LAYOUT)]),
     lambda at: made(layout=None, groups=5),
-    lambda at: made(host_memory=5),
+    lambda at: made(memory=MemoryOptions(host_memory=5)),  # type: ignore[arg-type]
     lambda at: ModelIdentity("", "r", "d", "l", "v"),
     lambda at: ModelIdentity("m", "r", "float32", LAYOUT, "v"),
     lambda at: HostCache(0, 16, identity=IDENTITY),

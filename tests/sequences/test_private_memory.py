@@ -172,7 +172,7 @@ def walk(case: Case, name: str, form: str) -> None:
 PLAIN = re.compile(
     r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
     r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|CircuitBreaker|Call|StoreRequest|StorageManager|Device|Stream|Launcher|SharedTier|LayerLoads"
-    r"|HostTierDescription|Tier|BlockOrder|TokenOrder|PolicyName|SaveMode|RequestKind|Literal\[[^]]*\]|StepTables|Operation|type\[.*\]|[\s|])*"
+    r"|HostTierDescription|EvictionOptions|MemoryOptions|Tier|BlockOrder|TokenOrder|PolicyName|SaveMode|RequestKind|Literal\[[^]]*\]|StepTables|Operation|type\[.*\]|[\s|])*"
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""
 NO_ARRAYS = {
@@ -213,7 +213,7 @@ IN_PLACE = {
     "KVCacheManager.retention",  # tuples, read into rows of the call
     *("KVCacheManager.scale", "KVCacheManager.v_offset"),  # read into tuples of ints
     *("KVCacheManager.target", "KVCacheManager.indptr", "KVCacheManager.indices", "KVCacheManager.last_page_len"),
-    *("KVCacheManager.device_memory", "KVCacheManager.host_memory", "KVCacheManager.table"),
+    *("MemoryOptions.device_memory", "MemoryOptions.host_memory", "MemoryOptions.table"),
     *("KVCacheManager.data", "gather_kv.out", "scatter_kv.source"),  # KV itself
     *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory"),
     "StoreWorker.memory",
@@ -228,6 +228,8 @@ VERBS = (
     kvpool.hostcache.HostCopies,
     kvpool.hostcache.HostCopy,
     kvpool.HostTier,
+    kvpool.MemoryOptions,
+    kvpool.EvictionOptions,
     kvpool.hostcache.HostLease,
     kvpool.hostcache.HostSlots,
     kvpool.BlockKeys,

@@ -94,7 +94,7 @@ def hold(pipe: Connection) -> None:
 def own_pool(pipe: Connection) -> None:
     """Has a pool, shares it, and lives until it is killed."""
     layout = kvpool.BlockLayout(2, 2, 8, 4, dtype="uint16")
-    cache = kvpool.KVCacheManager(layout, device_blocks=4, device="cpu", shared=True)
+    cache = kvpool.KVCacheManager(layout, device_blocks=4, device="cpu", memory=kvpool.MemoryOptions(shared=True))
     cache.memory.device_pool[...] = 7
     pipe.send(cache.memory.share())
     time.sleep(600)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, LayerGroup, PoolClosed, attach
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, MemoryOptions, PoolClosed, attach
 from kvpool.device.cuda import open_gpu_memory, unusable
 from kvpool.device.memory import SharedTier
 from kvpool.device.memory.attachments import SharedGroup, SharedPart
@@ -83,7 +83,7 @@ def test_an_attachment_is_the_tier_in_place(device: str, tier: str, channel: Any
 def test_every_group_and_part_has_its_array() -> None:
     wide = [BlockLayout(2, 2, 8, 4), BlockLayout(1, 4, 16, 4, dtype="bfloat16", order="block_first", tokens="HND")]
     groups = [LayerGroup(wide), LayerGroup(BlockLayout(3, 1, 8, 4, planes=1), window=8)]
-    options: dict[str, Any] = {"device": "cpu", "shared": True, "max_sequence_tokens": 64}
+    options: dict[str, Any] = {"device": "cpu", "memory": MemoryOptions(shared=True), "max_sequence_tokens": 64}
     with KVCacheManager(groups=groups, device_blocks=[6, 7], host_blocks=[5, 0], **options) as cache:
         for tier, pools in (("device", cache.memory.device_pools), ("host", cache.memory.host_pools)):
             with attach(cache.memory.share(tier)) as attached:
@@ -107,7 +107,10 @@ def test_the_fingerprint_is_that_of_the_arrays() -> None:
     with open_pool() as pool, open_pool() as same, open_pool(device_blocks=7) as longer:
         assert pool.memory.share().fingerprint == same.memory.share().fingerprint
         with KVCacheManager(
-            dataclasses.replace(LAYOUT, order="block_first"), device_blocks=6, device="cpu", shared=True
+            dataclasses.replace(LAYOUT, order="block_first"),
+            device_blocks=6,
+            device="cpu",
+            memory=MemoryOptions(shared=True),
         ) as other:
             fingerprints = [cache.memory.share().fingerprint for cache in (pool, longer, other)] + [
                 pool.memory.share("host").fingerprint
@@ -135,12 +138,12 @@ def test_a_shared_pool_serves_as_any_other() -> None:
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_memory_that_others_cannot_open_is_refused_by_name(device: str) -> None:
     mine = np.frombuffer(mmap.mmap(-1, 6 * LAYOUT.block_bytes), np.uint8)
-    with open_pool(device, device_memory=mine) as cache:
+    with open_pool(device, memory=MemoryOptions(device_memory=mine, shared=True)) as cache:
         with pytest.raises(ValueError, match="shared=True took itself, which alone can be shared"):
             cache.memory.share()
         cache.memory.share("host")
     with (
-        open_pool(device, shared=False) as cache,
+        open_pool(device, memory=MemoryOptions(shared=False)) as cache,
         pytest.raises(ValueError, match="shared=True took itself, which alone can be shared"),
     ):
         cache.memory.share()
@@ -156,7 +159,7 @@ def test_memory_that_others_cannot_open_is_refused_by_name(device: str) -> None:
 
 def test_shared_is_a_bool() -> None:
     with pytest.raises(TypeError, match="shared: .*1"):
-        open_pool(shared=1)
+        open_pool(memory=MemoryOptions(shared=1))  # type: ignore[arg-type]
 
 
 # -- when the pool is gone ---------------------------------------------------------------------------------------------
@@ -356,7 +359,7 @@ def test_a_forked_child_cannot_write_into_the_pool_of_its_parent() -> None:
         assert in_a_fork(lambda: cache.memory.device_pool.fill(13)) == -signal.SIGSEGV
         assert not cache.memory.device_pool.any()
         cache.close()
-    with open_pool(shared=False) as cache:
+    with open_pool(memory=MemoryOptions(shared=False)) as cache:
         assert in_a_fork(lambda: cache.memory.device_pool.fill(13)) == 0
         assert not cache.memory.device_pool.any()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from groups_lab import CROSS, FULL, RECURRENT, WINDOWED
-from kvpool import KVCacheManager, PagedKV, attach, scatter_kv
+from kvpool import KVCacheManager, MemoryOptions, PagedKV, attach, scatter_kv
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.sim.shadow import Shadow
 from kvpool.errors import ReservationExpired
@@ -28,7 +28,7 @@ def make_lab() -> Iterator[Make]:
     opened: list[Lab] = []
 
     def build(P: int = 6, S: int = 4, **options: Any) -> Lab:
-        opened.append(Lab(P, S, shared=True, **options))
+        opened.append(Lab(P, S, memory=MemoryOptions(shared=True), **options))
         return opened[-1]
 
     yield build
@@ -219,7 +219,12 @@ SCENARIOS = [*RACES, another_process_after_tokens_that_are_being_copied]
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_another_process_races_with_nobody(scenario: Scenario) -> None:
     for seed, progress in SOME:
-        failures = run(scenario, {"P": 4, "S": 2, **RACES.get(scenario, ("", {}))[1], "shared": True}, seed, progress)
+        failures = run(
+            scenario,
+            {"P": 4, "S": 2, **RACES.get(scenario, ("", {}))[1], "memory": MemoryOptions(shared=True)},
+            seed,
+            progress,
+        )
         assert not failures, f"seed {seed}, progress {progress}: {failures}"
 
 
@@ -227,7 +232,7 @@ def test_another_process_races_with_nobody(scenario: Scenario) -> None:
 def test_the_race_with_another_process_is_found_without_its_guard(scenario: Scenario) -> None:
     guard, options = RACES[scenario]
     for seed, progress in SOME:
-        assert run(scenario, {**options, "shared": True}, seed, progress, guard), (
+        assert run(scenario, {**options, "memory": MemoryOptions(shared=True)}, seed, progress, guard), (
             f"seed {seed}, progress {progress}: nothing was found"
         )
 
@@ -259,7 +264,12 @@ def test_what_is_written_while_the_device_compares_is_not_taken_for_undeclared(
 def test_every_group_declares_what_its_loader_writes() -> None:
     sim = SimDevice(progress=0.3)
     groups, tokens = [FULL, WINDOWED, RECURRENT, CROSS], list(range(22))
-    options: dict[str, Any] = {"device": sim, "shared": True, "max_sequence_tokens": 64, "secret": bytes(16)}
+    options: dict[str, Any] = {
+        "device": sim,
+        "memory": MemoryOptions(shared=True),
+        "max_sequence_tokens": 64,
+        "secret": bytes(16),
+    }
     with (
         KVCacheManager(groups=groups, device_blocks=[12, 12, 8, 4], **options) as cache,
         attach(cache.memory.share()) as there,

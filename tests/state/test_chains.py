@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool import BlockLayout, EvictionOptions, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.errors import IntegrityError
 from kvpool.state.arrays import POLICY_BYTES, PolicyState
 from kvpool.state.policies.chains import AGENT, LRU
@@ -370,7 +370,7 @@ def served(policy: str) -> tuple[int, str | None]:
         policy=policy,
         clock=clock,
         secret=SECRET,
-        history_bytes=1 << 12,
+        eviction=EvictionOptions(history_bytes=1 << 12),
     ) as cache:
         for turn in range(300):
             clock.now += random.randrange(1_000)
@@ -412,7 +412,8 @@ class Checked(Driver):
 def driven(kind: str, policy: str, seed: int) -> str:
     """The digest of a case."""
     recorder, clock = Recorder(), Clock()
-    options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "offload_min_priority": 20}
+    eviction = EvictionOptions(offload_min_priority=20)
+    options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "eviction": eviction}
     with pool_of(KINDS[kind], 40, 24, "cpu", secret=SECRET, clock=clock, policy=policy, **options) as cache:
         for state in cache.core.states:
             state.policy_state.policy_state["follows"] = AGENT

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
+from kvpool import EvictionOptions
 from kvpool.errors import LeaseExpired, OutOfBlocks, PoolBusy
 from tests import debug
 
@@ -40,7 +41,7 @@ def test_the_threshold_decides_between_offload_and_forget(make: Make, priority: 
 
 
 def test_content_that_nobody_reused_may_be_forgotten(make: Make) -> None:
-    engine = make(P=2, S=2, offload_min_reuse=2)
+    engine = make(P=2, S=2, eviction=EvictionOptions(offload_min_reuse=2))
     seed_block(engine, 0)
     key = seed_block(engine, 10)
     engine.release(engine.add([10, 11, 12, 13, 5]))
@@ -50,7 +51,7 @@ def test_content_that_nobody_reused_may_be_forgotten(make: Make) -> None:
 
 
 def test_uses_are_those_of_the_content_not_of_one_copy(make: Make) -> None:
-    engine = make(P=3, S=1, offload_min_reuse=2)
+    engine = make(P=3, S=1, eviction=EvictionOptions(offload_min_reuse=2))
     key = seed_block(engine, 0)
     assert engine.cache.content.offload(list(range(4))) == 1
     engine.release(engine.add([0, 1, 2, 3, 5]))
@@ -63,7 +64,7 @@ def test_uses_are_those_of_the_content_not_of_one_copy(make: Make) -> None:
 
 
 def test_uses_have_an_end_and_do_not_begin_again(make: Make) -> None:
-    engine = make(P=2, S=2, offload_min_reuse=2)
+    engine = make(P=2, S=2, eviction=EvictionOptions(offload_min_reuse=2))
     key = seed_block(engine, 0)
     engine.cache.core.tokens.blocks["uses"][engine.cached()[key]] = 65535
     engine.release(engine.add([0, 1, 2, 3, 5]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine, small_layout
-from kvpool import KVCacheManager, PoolClosed
+from kvpool import KVCacheManager, MemoryOptions, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, STAGING, Stream, WrappedDevice
 from kvpool.device.work import StagedRows, Work
@@ -298,7 +298,7 @@ def test_bad_arguments_are_named_and_change_nothing(
 @pytest.mark.parametrize("depth", [0, -1, 2**16 + 1, 1.5, True, None])
 def test_a_bad_staging_depth_is_refused(depth: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="staging_depth: .*"):
-        open_engine(2, 4, 0, staging_depth=depth)
+        open_engine(2, 4, 0, memory=MemoryOptions(staging_depth=depth))
 
 
 # -- devices that fail, and sequences that grow meanwhile ------------------------------------------------------
@@ -377,7 +377,7 @@ def test_a_device_that_is_lost_while_staging_closes_the_pool() -> None:
 
 
 def test_buffers_are_taken_again_and_never_more_than_may_be_under_way(make: Make) -> None:
-    engine = make(T=1, P=4000, staging_depth=2, max_sequences=40)
+    engine = make(T=1, P=4000, memory=MemoryOptions(staging_depth=2), max_sequences=40)
     ids = [engine.cache.add_sequence(range(k, k + 90)) for k in range(0, 3600, 90)]
     sizes: list[int] = []
     for count in (1, 15, 40, 3, 20, 40, 1):
@@ -399,8 +399,12 @@ def test_two_pools_keep_their_rows_of_one_table() -> None:
     table = np.full((7, 4), 77, np.int32)
     options: dict[str, Any] = {"max_sequence_tokens": 16, "device": "cpu"}
     with (
-        KVCacheManager(small_layout(4), device_blocks=8, max_sequences=4, table=table[1:5], **options) as target,
-        KVCacheManager(small_layout(4), device_blocks=8, max_sequences=2, table=table[5:], **options) as draft,
+        KVCacheManager(
+            small_layout(4), device_blocks=8, max_sequences=4, memory=MemoryOptions(table=table[1:5]), **options
+        ) as target,
+        KVCacheManager(
+            small_layout(4), device_blocks=8, max_sequences=2, memory=MemoryOptions(table=table[5:]), **options
+        ) as draft,
     ):
         assert (table[0] == 77).all() and (table[1:] == -1).all()
         ids = [target.add_sequence([1, 2, 3, 4, 5]), target.add_sequence([6]), draft.add_sequence([7, 8])]
@@ -437,6 +441,11 @@ def test_a_table_that_does_not_fit_is_refused_and_left_alone(table: Any, error: 
     before = np.array(table)
     with pytest.raises(error, match=message):
         KVCacheManager(
-            small_layout(4), device_blocks=8, max_sequences=2, max_sequence_tokens=16, device="cpu", table=table
+            small_layout(4),
+            device_blocks=8,
+            max_sequences=2,
+            max_sequence_tokens=16,
+            device="cpu",
+            memory=MemoryOptions(table=table),
         )
     np.testing.assert_array_equal(table, before)

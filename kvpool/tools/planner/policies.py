@@ -24,6 +24,7 @@ import numpy as np
 from kvpool.common.arrays import Int32s, Int64s, Uint8s
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.pool.manager import KVCacheManager
+from kvpool.state.arrays import PolicyName
 from kvpool.tools.planner.stack import belady, follow
 from kvpool.tools.planner.survey import Survey, Use
 from kvpool.tools.replay.content import Request
@@ -78,7 +79,7 @@ def compare(
     uses: Sequence[Use],
     survey: Survey,
     capacities: Sequence[int],
-    policies: Sequence[str],
+    policies: Sequence[PolicyName],
     *,
     said: str = "nothing",
     progress: Callable[[int], Any] = lambda count: None,
@@ -107,7 +108,9 @@ def compare(
         for name, run in runs.items():
             hits[name].append(int(run(capacity)))
             progress(1)
-    as_lru = {name: [survey.curve.capacity_for(count) for count in hits[name]] for name in policies}
+    as_lru: dict[str, list[int]] = {
+        name: [survey.curve.capacity_for(count) for count in hits[name]] for name in policies
+    }
     return PolicyTable(said, list(capacities), hits, sum(use.lookups for use in uses), as_lru)
 
 
@@ -131,7 +134,7 @@ def hints(request: Request, said: str) -> dict[str, Any]:
     return {}
 
 
-def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, said: str = "nothing") -> int:
+def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: PolicyName, said: str = "nothing") -> int:
     """How many prompt blocks are found when requests of up to ``longest`` blocks are played through a pool of
     ``capacity`` device blocks."""
     # A block is one token here. One more is for the last token of a prompt, which is never found.

@@ -19,6 +19,7 @@ from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.pool.manager import KVCacheManager
+from kvpool.state.arrays import PolicyName
 from kvpool.tools.planner.policies import FRESH, LRU, MIN, min_hits, next_uses
 from kvpool.tools.planner.survey import Surveyor, Use
 from kvpool.tools.replay.content import Request
@@ -98,7 +99,7 @@ class DecidingDevice(CpuDevice):
 def compare_replayed(
     requests: Sequence[Request],
     config: ReplayConfig,
-    policies: Iterable[str],
+    policies: Iterable[PolicyName],
     *,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> tuple[ReplayTable, bool]:
@@ -128,7 +129,7 @@ def compare_replayed(
     hits: dict[str, BlocksFound] = {}
     interrupted = False
     try:
-        for policy in dict.fromkeys([LRU, *policies]):
+        for policy in dict.fromkeys(["lru", *policies]):
             hits[policy] = replay_hits(requests, uses, config, policy, progress)
     except KeyboardInterrupt:
         interrupted = True
@@ -156,7 +157,7 @@ def replay_hits(
     requests: Iterable[Request],
     uses: Mapping[int, Use],
     config: ReplayConfig,
-    policy: str,
+    policy: PolicyName,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> BlocksFound:
     """Replay requests with one policy. ``uses`` are those of the requests that fit, by index."""

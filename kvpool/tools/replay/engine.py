@@ -19,6 +19,7 @@ from kvpool.device import get_device
 from kvpool.device.base import Stream
 from kvpool.device.sim import SimDevice
 from kvpool.pool.manager import KVCacheManager
+from kvpool.state.arrays import PolicyName
 from kvpool.storage import Store
 from kvpool.tools.replay.content import Request, States, token_states
 from kvpool.tools.replay.storing import Storing
@@ -138,7 +139,7 @@ class ReplayConfig:
     partial: bool = True
     """Reuse parts of blocks."""
     device: str = "auto"
-    policy: str = "lru"
+    policy: PolicyName = "lru"
     """Which cached block goes next, as ``KVCacheManager`` takes it."""
     verify: bool = False
     """Write the KV bytes of every token, and compare them at every reuse, copy and release."""
