@@ -55,9 +55,10 @@ def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: 
     Where a parameter is written as ``name : what it is``, without its type, napoleon takes what follows the colon for
     one. Prose behind the parameters gets a heading, since their section would not end without.
     """
-    if what in ("attribute", "data", "property"):
-        # Else what comes before the first colon is taken for a type.
-        lines.insert(0, "")
+    if what in ("attribute", "data", "property") and lines:
+        # Napoleon takes the text before a colon in the first line for a type, unless the line ends there.
+        summary, colon, rest = lines[0].partition(": ")
+        lines[:1] = [summary + colon.rstrip(), rest] if colon else [summary]
     inside, before = False, ""
     converted: list[str] = []
     for line, following in zip(lines, [*lines[1:], ""][: len(lines)], strict=True):

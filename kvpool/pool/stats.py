@@ -294,9 +294,9 @@ class Stats(GroupStats):
 
 
 class RequestStats(NamedTuple):
-    """The figures of live sequences, in tokens: an int each for one id, int32 of shape (n,) for n ids.
+    """The figures of live sequences, in tokens.
 
-    ``KVCacheManager.request_stats`` returns it.
+    ``KVCacheManager.request_stats`` returns it: with arrays for n ids, with ints if ``ids`` is an int.
 
     Attributes
     ----------
