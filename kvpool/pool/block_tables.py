@@ -1,5 +1,5 @@
-"""Block tables on their way out of a pool: for readers on the host in place, and handed over to a stream of the device.
-Each upload is staged into a buffer of its own, under the state lock."""
+"""BlockTables: tables of live sequences for kernels, on the host, on a stream of the device, and in CUDA graphs. Each
+upload is staged into a buffer of its own, under the state lock."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from kvpool.common.arguments import Ids, each_argument, id_array
 from kvpool.common.arrays import Int32s, Int64s
 from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import AnyArray
 from kvpool.common.process import Closing
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
@@ -30,32 +31,73 @@ WRITTEN_AT_ONCE = 1 << 16
 
 
 class BlockTables:
-    """Tables of live sequences for kernels: ``cache.tables``. Thread-safe.
+    """The calls that give kernels the block tables of live sequences. It is ``KVCacheManager.tables``.
 
-    ``KVCacheManager.block_table`` is the table on the host. These calls write tables on a stream of the device, inside
-    CUDA graphs, or for a step that computes several tokens of each sequence.
+    ``KVCacheManager.block_table`` returns the block table on the host. The calls here write it on a stream of the
+    device, or have a CUDA graph write it. For a step that computes several tokens of each sequence, they also compute
+    slot mappings, lengths and offsets.
+
+    Notes
+    -----
+    Thread-safe. A call with a ``stream`` has that stream wait for the streams that used the sequences before, and the
+    sequences are used there from now on. Nothing else in the pool changes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     ids = cache.add_sequence_batch([range(6), range(10, 19)]).ids
+    ...     target = np.empty((2, 4), np.int32)  # on a GPU: an array there
+    ...     cache.tables.copy_batch_block_offsets(target, ids)
+    ...     print(target)
+    ...     cache.release(ids)
+    [[ 0  1 -1 -1]
+     [ 2  3  4 -1]]
     """
 
     def __init__(self, core: Core, staging: Staging) -> None:
         self.core, self._staging = core, staging
 
     def state_blocks(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> Int32s:
-        """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and
-        where it writes.
+        """Return the device blocks of the states of sequences in a recurrent group.
 
-        The first has the state after the committed tokens; it is -1 where none is committed. The second takes the state
-        after all tokens. Both are the same where the running state is overwritten in place. Snapshots between them are
-        in the block table: the entry of column i, if it is not -1, takes the state after ``(i + 1) * tokens_per_block``
-        tokens.
+        Parameters
+        ----------
+        ids : int or array_like of int64, shape (n,)
+            The sequences.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the engine continues with the sequences.
+        group : int, optional
+            The index of the recurrent group, required where there are several groups.
 
-        The committed state is there until a step overwrites it. So an engine that verifies drafts keeps the states
-        between. After a ``rewind`` the engine writes the running state again, unless the sequence now ends with a
-        column that had the same block before: that block has its state, and others may read it. After a ``keep`` of
-        drafts that are not the first ones, the engine writes the states of all columns from the first dropped draft on.
+        Returns
+        -------
+        ndarray of int32, shape (n, 2)
+            The block from which a step reads, and the block to which it writes. The first has the state after the
+            committed tokens; -1 if none is committed. The second takes the state after all tokens. They are the same
+            if the running state is overwritten in place.
 
-        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
-        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
-        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for a group that is not recurrent).
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, and for a group that is not recurrent.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Snapshots between the two are in the block table: the entry of column i, if it is not -1, takes the state after
+        ``(i + 1) * tokens_per_block`` tokens.
+
+        The committed state stays until a step overwrites it, so an engine that verifies drafts keeps the states in
+        between. After a ``rewind``, the engine writes the running state again, unless the sequence now ends with a
+        column that had the same block before: that block has its state, and others may read it. After an
+        ``accept_drafts`` of drafts that are not the first ones, the engine writes the states of all columns from the
+        first rejected draft on.
         """
         core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
         kind = core.config.groups[g].kind
@@ -78,20 +120,40 @@ class BlockTables:
         stream: StreamLike = None,
         group: int | None = None,
     ) -> StepTables:
-        """The tables that attention kernels need for a step, on the host. In the step, each sequence computes
-        ``counts[i]`` tokens from ``first[i]`` on.
+        """Return the tables that attention kernels need for a step, on the host.
 
-        ``first``, ``counts``: int64[n]; by default from the committed tokens on, and to the end. Sequence i is as long
-        as its last token of the step. ``out``: a ``StepTables`` with NumPy arrays to write, for arrays that are used
-        again, or if only some are wanted. It is returned. Without it, all arrays are new.
+        In the step, sequence i computes ``counts[i]`` tokens from token ``first[i]`` on.
 
-        In a group with a window, tokens before ``first`` may have been given back, but not those from there on. In a
-        group for cross attention the tokens are the encoder's.
+        Parameters
+        ----------
+        ids : int or array_like of int64, shape (n,)
+            The sequences.
+        first : int or array_like of int64, shape (n,), optional
+            The index of the first token of the step in each sequence. By default the first uncommitted token.
+        counts : int or array_like of int64, shape (n,), optional
+            The number of tokens of the step in each sequence. By default all from ``first`` on.
+        out : StepTables, optional
+            NumPy arrays to write, to use them again, or to get only some of the tables. By default all arrays are new.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the engine continues with the sequences.
+        group : int, optional
+            The index of a group of layers, required where there are several. In a group for cross attention, the tokens
+            are those of the encoder.
 
-        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
-        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
-        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for recurrent groups, and for
-        arrays that are too small, with nothing written).
+        Returns
+        -------
+        StepTables
+            ``out``, or new NumPy arrays.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, a recurrent group, tokens that a window has passed, and arrays that are too small.
+            Nothing is written then.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
         """
         core, (which, begins, each, g) = self.core, step_arguments(self.core, ids, first, counts, group)
         step = HostStep(None if out is None else step_argument("out", out), begins, each)
@@ -107,7 +169,7 @@ class BlockTables:
 
     def copy_batch_block_offsets(
         self,
-        target: object,
+        target: AnyArray,
         ids: Ids,
         *,
         rows: Ids | None = None,
@@ -117,22 +179,46 @@ class BlockTables:
         stream: StreamLike = None,
         group: int | None = None,
     ) -> None:
-        """Write the block tables of sequences, as they are now, into ``target`` on ``stream``.
+        """Write the block tables of sequences, as they are now, to an array of the device on a stream.
 
-        ``target``: int32[rows, columns] that the device can write; each row is without gaps, of any length. If
-        ``scale`` is a list, the target has one more dimension in front, [pools]. If ``v_offset`` (one, or one per pool)
-        is given, it has [2] after that, for K and V. Block id b becomes ``b * scale``, for V ``b * scale + v_offset``.
-        An entry without a block becomes -1. ``rows``: the row of the target for each sequence, all different (default:
-        0, 1, ...).
+        Parameters
+        ----------
+        target : array of int32, shape (rows, columns)
+            Memory that the device can write. Each row is contiguous; rows may be apart. Row i gets the block ids of
+            sequence i, and -1 after them and where there is no block. It has more axes with ``scale`` and ``v_offset``.
+        ids : int or array_like of int64, shape (n,)
+            The sequences.
+        rows : int or array_like of int64, shape (n,), optional
+            The row of the target for each sequence, all different. By default 0, 1, ...
+        max_blocks : int, optional
+            Write only this many columns, and leave the others as they are. By default rows are written whole, and a
+            sequence with more blocks than columns is an error.
+        scale : int or list of int, default 1
+            Write ``id * scale`` in place of the block id. With a list, the target has shape (pools, rows, columns), and
+            each pool has a scale of its own.
+        v_offset : int or list of int, optional
+            Write two tables, K and V, with ``id * scale`` and ``id * scale + v_offset``. The target has shape
+            (2, rows, columns), or (pools, 2, rows, columns).
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the table is written. By default the stream that all these sequences used last.
+        group : int, optional
+            The index of a group of layers, required where there are several.
 
-        Rows are written whole, and a sequence that does not fit is an error. With ``max_blocks`` only that many columns
-        are written; the other blocks of the sequence are left out, and the other columns of the target stay as they
-        are. The call takes a private copy of the table: you may change or release the sequences as soon as it returns.
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, for a sequence that does not fit, and without a ``stream`` for sequences that were used
+            last on different streams.
+        DeviceError, MemoryError, PoolClosed
+            Where the device fails, or a sequence has lost a block; where there is no memory for a staging buffer; after
+            the pool was closed.
 
-        ``group``: the index of a group of layers, required where there are several. ``stream`` (default: the one that
-        all these sequences used last) waits for the streams that used them before. If ``staging_depth`` uploads to
-        that stream are under way, the call waits, without a lock. Thread-safe; changes nothing but the stream of the
-        sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
+        Notes
+        -----
+        The call takes a private copy of the tables: the caller may change or release the sequences as soon as it
+        returns. If ``staging_depth`` uploads are in flight on the stream, it waits for the oldest, and holds no lock.
         """
         which = id_array("ids", ids)
         table = self.core.device.views.table(target)
@@ -173,23 +259,46 @@ class BlockTables:
 
     def copy_batch_block_csr(
         self,
-        indptr: object,
-        indices: object,
-        last_page_len: object,
+        indptr: AnyArray,
+        indices: AnyArray,
+        last_page_len: AnyArray,
         ids: Ids,
         *,
         stream: StreamLike = None,
         group: int | None = None,
     ) -> None:
-        """Write the block tables of n sequences on ``stream`` in the form of ``BlockTable.csr``, with no padding.
+        """Write the block tables of sequences as CSR, as ``BlockTable.csr`` returns them, to arrays of the device.
 
-        ``indptr`` int32[n + 1 or more], ``indices`` int32[all their blocks, or more] and ``last_page_len`` int32[n or
-        more] are vectors without gaps that the device can write and that do not overlap. Entries after those in use are
-        left as they are. A vector that is too small is a ValueError that says how many entries are needed. A recurrent
-        group is a ValueError too, since its rows are mostly holes. After a DeviceError, some of the three may have been
-        written.
+        The three arrays are contiguous, and do not overlap. They may be larger than needed: the entries after those in
+        use are left as they are.
 
-        Everything else is as in ``copy_batch_block_offsets``.
+        Parameters
+        ----------
+        indptr : array of int32, shape (n + 1 or more,)
+            Gets the index of each sequence's first block in ``indices``, and the number of all blocks.
+        indices : array of int32, shape (number of blocks or more,)
+            Gets the block ids of one sequence after the other.
+        last_page_len : array of int32, shape (n or more,)
+            Gets the number of tokens in each sequence's last block.
+        ids : int or array_like of int64, shape (n,)
+            The sequences.
+        stream : Stream, int, or stream of another package, optional
+            As for ``copy_batch_block_offsets``.
+        group : int, optional
+            The index of a group of layers, required where there are several. It must not be recurrent.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument. For an array that is too small, with the number of entries that are needed.
+        DeviceError, MemoryError, PoolClosed
+            As for ``copy_batch_block_offsets``. After a DeviceError, some of the arrays may have been written.
+
+        Notes
+        -----
+        As for ``copy_batch_block_offsets``.
         """
         which, g = id_array("ids", ids), attention_group(self.core, group)
         named = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
@@ -208,12 +317,36 @@ class BlockTables:
         stream: StreamLike = None,
         group: int | None = None,
     ) -> None:
-        """Write the tables of a step on ``stream``, into arrays that the device can write.
+        """Write the tables of a step, as ``step_tables`` returns them, to arrays of the device.
 
-        The tables are those of ``step_tables``. Everything else is as in ``copy_batch_block_offsets``: the call takes a
-        private copy, so you may change or release the sequences as soon as it returns. On a GPU, one Numba kernel
-        writes all the arrays; it needs the extra ``cuda12`` or ``cuda13``. After a DeviceError, some of the arrays may
-        have been written.
+        Parameters
+        ----------
+        target : StepTables
+            Arrays that the device can write. Only those that are not None are written.
+        ids : int or array_like of int64, shape (n,)
+            The sequences.
+        first : int or array_like of int64, shape (n,), optional
+            As for ``step_tables``.
+        counts : int or array_like of int64, shape (n,), optional
+            As for ``step_tables``.
+        stream : Stream, int, or stream of another package, optional
+            As for ``copy_batch_block_offsets``.
+        group : int, optional
+            The index of a group of layers, required where there are several. It must not be recurrent.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            As for ``step_tables``.
+        DeviceError, MemoryError, PoolClosed
+            As for ``copy_batch_block_offsets``. After a DeviceError, some of the arrays may have been written.
+
+        Notes
+        -----
+        As for ``copy_batch_block_offsets``. On a GPU, one Numba kernel writes all arrays, which needs the extra
+        ``cuda12`` or ``cuda13``.
         """
         which, begins, each, g = step_arguments(self.core, ids, first, counts, group)
         targets = self.core.device.views.step(step_argument("target", target))
@@ -223,7 +356,7 @@ class BlockTables:
 
     def capture_block_offsets(
         self,
-        target: object,
+        target: AnyArray,
         sequences: int,
         *,
         rows: Ids | None = None,
@@ -233,14 +366,46 @@ class BlockTables:
         stream: StreamLike,
         group: int | None = None,
     ) -> GraphTables:
-        """Have a CUDA graph hand over block tables of up to ``sequences`` sequences: each replay writes those that were
-        staged last. Before the first ``stage`` of what this returns, there are none.
+        """Capture an upload of block tables in a CUDA graph.
 
-        ``stream`` is being captured into the graph. What is written is what ``copy_batch_block_offsets`` writes with
-        the same arguments, and -1 into the rows behind the last sequence. The whole width of the target, or
-        ``max_blocks``, crosses the link at each replay. Thread-safe; changes nothing. Raises TypeError, ValueError,
-        with nothing captured: also for a stream that is not being captured, and on a device without graphs. Raises
-        DeviceError, MemoryError.
+        Each replay writes what ``copy_batch_block_offsets`` writes with the same arguments, for the sequences that
+        were staged last, and -1 to the rows after them. Before the first ``GraphTables.stage`` there are no sequences.
+
+        Parameters
+        ----------
+        target : array of int32, shape (rows, columns)
+            As for ``copy_batch_block_offsets``.
+        sequences : int
+            The most sequences of one replay.
+        rows : int or array_like of int64, shape (sequences,), optional
+            As for ``copy_batch_block_offsets``.
+        max_blocks : int, optional
+            As for ``copy_batch_block_offsets``.
+        scale : int or list of int, default 1
+            As for ``copy_batch_block_offsets``.
+        v_offset : int or list of int, optional
+            As for ``copy_batch_block_offsets``.
+        stream : Stream, int, or stream of another package
+            The stream that is being captured.
+        group : int, optional
+            The index of a group of layers, required where there are several.
+
+        Returns
+        -------
+        GraphTables
+            Stages the tables of each replay.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument, a stream that is not being captured, and a device without graphs. Nothing is captured
+            then.
+        DeviceError, MemoryError, PoolClosed
+            Where the device fails; where there is no memory for the buffer; after the pool was closed.
+
+        Notes
+        -----
+        Each replay copies the whole width of the target, or ``max_blocks`` columns, from the host.
         """
         count, table = self._sequences_argument(sequences), self.core.device.views.table(target)
         upload, g = self._dense(table, count, rows, max_blocks, scale, v_offset, group)
@@ -249,12 +414,38 @@ class BlockTables:
     def capture_step_tables(
         self, target: StepTables, sequences: int, *, stream: StreamLike, group: int | None = None
     ) -> GraphTables:
-        """Have a CUDA graph hand over the tables of a step of up to ``sequences`` sequences: each replay writes those
-        that were staged last.
+        """Capture an upload of the tables of a step in a CUDA graph.
 
-        Behind the last sequence come sequences without tokens, up to ``sequences``: their lengths are 0, and their rows
-        of ``table`` -1. A replay reads only what is in use. Everything else is as in ``capture_block_offsets`` and
-        ``copy_step_tables``.
+        Each replay writes what ``copy_step_tables`` writes, for the sequences that were staged last. The entries after
+        them, up to ``sequences``, are those of sequences without tokens: lengths are 0, and rows of ``table`` are -1.
+
+        Parameters
+        ----------
+        target : StepTables
+            As for ``copy_step_tables``.
+        sequences : int
+            The most sequences of one replay.
+        stream : Stream, int, or stream of another package
+            The stream that is being captured.
+        group : int, optional
+            The index of a group of layers, required where there are several. It must not be recurrent.
+
+        Returns
+        -------
+        GraphTables
+            Stages the tables of each replay.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument, a stream that is not being captured, and a device without graphs. Nothing is captured
+            then.
+        DeviceError, MemoryError, PoolClosed
+            As for ``capture_block_offsets``.
+
+        Notes
+        -----
+        A replay copies only the entries in use from the host.
         """
         count, g = self._sequences_argument(sequences), attention_group(self.core, group)
         targets = self.core.device.views.step(step_argument("target", target))
@@ -310,20 +501,23 @@ class BlockTables:
 
 
 class GraphTables(Closing):
-    """An upload in a CUDA graph. ``capture_block_offsets`` and ``capture_step_tables`` make it.
+    """An upload of tables in a CUDA graph.
 
-    Before each replay, ``stage`` puts the tables of that step into a buffer that only this graph reads. Nothing is
-    launched for it: the replay reads the buffer and writes the targets. The buffer is one, so ``stage`` waits until the
-    replay before has ended. An engine that prepares a step while another one runs captures two graphs, and takes them
-    in turn.
-
-    ``close`` gives the buffer back: the graph must not be replayed any more then, nor when the pool is closed. One
-    thread at a time.
+    ``BlockTables.capture_block_offsets`` and ``capture_step_tables`` return it. Before each replay, ``stage`` writes
+    the tables of that step to a buffer that only this graph reads. It launches nothing: the replay copies the buffer to
+    the targets.
 
     Attributes
     ----------
-    sequences
-        The most sequences that it takes.
+    sequences : int
+        The most sequences of one replay.
+
+    Notes
+    -----
+    One thread at a time may use it. There is one buffer, so ``stage`` waits for the end of the replay before. An engine
+    that prepares a step while another one runs captures two graphs, and alternates between them.
+
+    Do not replay the graph after ``close``, or after the pool was closed.
     """
 
     def __init__(
@@ -336,18 +530,36 @@ class GraphTables(Closing):
     def stage(
         self, ids: Ids, first: Ids | None = None, counts: Ids | None = None, *, stream: StreamLike = None
     ) -> None:
-        """Stage the tables of sequences, as they are now, for the replays that are launched on ``stream`` from now on.
+        """Stage the tables of sequences, as they are now, for the next replays.
 
-        ``first``, ``counts``: for the tables of a step, as in ``step_tables``. ``stream`` is that of the replay, and
-        waits for the streams that used the sequences before; None is the default stream. You may change or release the
-        sequences as soon as the call returns, and launch the graph several times.
+        Parameters
+        ----------
+        ids : int or array_like of int64, shape (n,)
+            Up to ``sequences`` sequences.
+        first : int or array_like of int64, shape (n,), optional
+            As for ``BlockTables.step_tables``. Only for an upload of the tables of a step.
+        counts : int or array_like of int64, shape (n,), optional
+            Likewise.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the graph is launched. By default the default stream.
 
-        Waits, with no lock held, until the replays before are done: on the stream that was named for them, or on this
-        one if there was none. A stream that was named by its number has to live until then: some drivers end a process
-        that asks for a destroyed one, others report it, and the call waits for the whole device. After an error, a
-        replay writes what it wrote before. Changes nothing but the stream of the sequences. Raises UnknownSequence,
-        DeviceError, PoolClosed, TypeError, ValueError: also for more than
-        ``sequences``, after ``close``, and while one of both streams is being captured.
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, for more than ``sequences`` sequences, after ``close``, and while the stream of this or
+            of the replay before is being captured. The next replay then writes what the replay before wrote.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        The caller may change or release the sequences as soon as the call returns, and launch the graph several times.
+
+        The call waits until earlier replays have ended, on the stream that was named for them, and holds no lock
+        meanwhile. A stream that was named by its number must exist until then: with some drivers, a query of a
+        destroyed stream ends the process; others report it, and the call waits for the whole device.
         """
         core, which = self._core, id_array("ids", ids)
         if self._buffer is None:
@@ -362,10 +574,20 @@ class GraphTables(Closing):
         core.check_open()
 
     def close(self) -> None:
-        """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; waits
-        for the device only where the driver reports that stream as destroyed (see ``stage``). A second call does
-        nothing. Raises
-        ValueError, with nothing changed, while the stream of the replays is being captured; DeviceError."""
+        """Give the buffer back once the replays so far are done. A second call does nothing.
+
+        Raises
+        ------
+        ValueError
+            While the stream of the replays is being captured. Nothing is changed then.
+        DeviceError
+            Where the device fails.
+
+        Notes
+        -----
+        It does not wait, unless the driver reports that the stream of the replays was destroyed: see ``stage``. If
+        ``stage`` was never called, the buffer is given back with the pool.
+        """
         buffer = self._buffer
         if buffer is not None and not self._core.closed:
             self._staging.retain_replay(buffer)

@@ -18,11 +18,19 @@ _INT32_MAX = 2**31 - 1
 
 
 class Csr(NamedTuple):
-    """Block ids of n sequences, one sequence after the other, as attention libraries expect them.
+    """The block ids of sequences, one sequence after the other, as attention libraries such as FlashInfer take them.
 
-    The blocks of sequence i are ``indices[indptr[i]:indptr[i + 1]]``: int32[n + 1] and int32[total]. ``last_page_len``
-    int32[n] are the tokens in its last block, 1 to tokens_per_block, or 0 if it has no token. Blocks that a window has
-    passed are left out: attention that counts a window back from the last token does not notice.
+    ``BlockTable.csr`` returns it.
+
+    Attributes
+    ----------
+    indptr : ndarray of int32, shape (n + 1,)
+        The blocks of sequence i are ``indices[indptr[i]:indptr[i + 1]]``.
+    indices : ndarray of int32, shape (total,)
+        The block ids. Blocks that a window has passed are left out: attention that counts the window back from the last
+        token does not read them.
+    last_page_len : ndarray of int32, shape (n,)
+        Tokens in the last block of each sequence: 1 to ``tokens_per_block``, or 0 if the sequence has no token.
     """
 
     indptr: Int32s
@@ -31,12 +39,23 @@ class Csr(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """Block ids of some sequences, at this moment.
+    """The block table of sequences on the host.
 
-    ``table`` int32[max_sequences, max_blocks] is the persistent table of the whole pool, read-only, -1 where there is
-    no block; it keeps its address and layout while the pool lives, and changes with every call that changes these
-    sequences. ``rows`` int64[n] are the rows of the sequences asked for, ``lengths`` int64[n] their tokens. Column i is
-    the block of the tokens from i * tokens_per_block on; where a window has passed it, it is -1 too.
+    ``KVCacheManager.block_table`` returns it. It also implements DLPack, for ``table`` without a copy; the importing
+    package must support read-only arrays (DLPack 1.0), or ask for a copy.
+
+    Attributes
+    ----------
+    table : ndarray of int32, shape (max_sequences, max_blocks)
+        The block table of all sequences of the pool, read-only. Column i of a row is the block of the tokens from
+        ``i * tokens_per_block`` on; -1 after the last block, and where a window has passed the block. The array keeps
+        its address while the pool lives, and every call that changes these sequences changes it.
+    rows : ndarray of int64, shape (n,)
+        The row of each sequence.
+    lengths : ndarray of int64, shape (n,)
+        The number of tokens of each sequence.
+    tokens_per_block : int
+        The number of tokens of a block.
 
     Examples
     --------
@@ -61,11 +80,8 @@ class BlockTable(NamedTuple):
     def __dlpack__(
         self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: bool | None = None
     ) -> Any:
-        """``table`` for other packages, in place. It is read-only, so the other package must know DLPack 1, or ask for
-        ``copy=True``.
-
-        Raises BufferError for a request that cannot be met, ValueError for a stream.
-        """
+        """Return a capsule of ``table``, without a copy. Raises BufferError for a request that cannot be met,
+        ValueError for a stream."""
         check_no_stream(stream)
         return make_capsule(self.table, writable=False, max_version=max_version, dl_device=dl_device, copy=copy)
 
@@ -74,15 +90,30 @@ class BlockTable(NamedTuple):
 
     @property
     def blocks(self) -> Int64s:
-        """Blocks of each sequence, int64[n]."""
+        """The number of blocks of each sequence, int64 of shape (n,)."""
         return -(-self.lengths // self.tokens_per_block)
 
     def dense(self, width: int | None = None) -> Int32s:
-        """A private copy int32[n, width] of the rows, with -1 after the end of each. By default it is as wide as the
-        longest row.
+        """Return a copy of the rows of the sequences.
 
-        Reads the table as it is now: no other call may change these sequences meanwhile. Raises ValueError if a row
-        does not fit.
+        Parameters
+        ----------
+        width : int, optional
+            The number of columns. By default that of the longest row.
+
+        Returns
+        -------
+        ndarray of int32, shape (n, width)
+            Block ids, and -1 after the last block of each sequence.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad width, and if a row has more blocks.
+
+        Notes
+        -----
+        It reads the table as it is now: no other call may change these sequences meanwhile.
         """
         longest = int(self.blocks.max(initial=0))
         wide = longest if width is None else integer_argument("width", width, 0, _INT32_MAX)
@@ -93,8 +124,22 @@ class BlockTable(NamedTuple):
         return rows
 
     def csr(self) -> Csr:
-        """The same block ids without padding, in private arrays. Reads the table as ``dense`` does. Raises ValueError
-        beyond 2**31 - 1 blocks."""
+        """Return a copy of the block ids without padding.
+
+        Returns
+        -------
+        Csr
+            Block ids, and where those of each sequence begin.
+
+        Raises
+        ------
+        ValueError
+            For more than ``2**31 - 1`` blocks.
+
+        Notes
+        -----
+        It reads the table as it is now: no other call may change these sequences meanwhile.
+        """
         dense = self.dense()
         present = dense != -1
         indptr = np.concatenate([[0], np.cumsum(present.sum(axis=1))])

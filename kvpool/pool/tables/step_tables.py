@@ -1,5 +1,5 @@
-"""Tables of a step: what attention kernels read for some tokens of each sequence. They are written on the host, or
-handed over to a device."""
+"""Tables of a step: the metadata that attention kernels read for some tokens of each sequence. They are written on the
+host, or uploaded to a device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s
+from kvpool.common.arrays.strided import AnyArray
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import address_of, memcpy
 from kvpool.device.work import (
@@ -36,28 +37,35 @@ TOKENS, PAGES, BLOCKS = range(3)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepTables:
-    """The tables of a step: for n sequences, of which each computes some tokens, and sees all of its own up to the last
-    of them.
+    """The tables that attention kernels need for a step, in which each of n sequences computes some tokens.
 
-    Arrays to be written may be larger than needed, as the fixed buffers of a captured graph are: what is behind the
-    entries in use stays as it is. None: not wanted.
+    ``BlockTables.step_tables`` returns it. An engine also makes one of its own arrays, for ``step_tables(out=)``,
+    ``copy_step_tables`` and ``capture_step_tables`` to write. Those arrays may be larger than needed, as the fixed
+    buffers of a CUDA graph are: the entries after those in use are left as they are.
 
-    Attributes
+    Parameters
     ----------
-    slot_mapping
-        int64[tokens]: the slot ``block * tokens_per_block + place`` of each token of the step, sequence after sequence.
-    seq_lens
-        int32[n]: tokens of each sequence up to the last one of the step.
-    query_start_loc
-        int32[n + 1]: where the tokens of each sequence begin among those of the step; the last entry says how many they
-        are.
-    last_page_len
-        int32[n]: tokens in the last block of each sequence, 1 to tokens_per_block, or 0 where it has no token.
-    table
-        int32[n, columns]: the blocks of ``seq_lens`` tokens; -1 behind them, and where a window has passed. Rows may
-        lie apart.
-    indptr, indices
-        int32[n + 1] and int32[blocks]: the same blocks as CSR, without those that a window has passed.
+    slot_mapping : array of int64, shape (tokens,), optional
+        The slot of each token of the step, ``block * tokens_per_block + position in the block``, one sequence after the
+        other. Like each of these arrays, None if it is not wanted.
+    seq_lens : array of int32, shape (n,), optional
+        The length of each sequence, up to its last token of the step.
+    query_start_loc : array of int32, shape (n + 1,), optional
+        The index of each sequence's first token among the tokens of the step; then the number of all tokens.
+    last_page_len : array of int32, shape (n,), optional
+        Tokens in the last block of each sequence: 1 to ``tokens_per_block``, or 0 if the sequence has no token.
+    table : array of int32, shape (n, columns), optional
+        The blocks of the first ``seq_lens`` tokens; -1 after them, and where a window has passed a block. Rows may be
+        apart.
+    indptr : array of int32, shape (n + 1,), optional
+        The blocks of sequence i are ``indices[indptr[i]:indptr[i + 1]]``.
+    indices : array of int32, shape (blocks,), optional
+        The same blocks as in ``table``, without padding and without those that a window has passed.
+
+    Notes
+    -----
+    Make a ``StepTables`` once and use it for all steps, since the first use checks its arrays. Threads can share it, as
+    long as they do not write the same arrays at the same time.
 
     Examples
     --------
@@ -73,22 +81,22 @@ class StepTables:
     [[0, 1], [2, -1]] [0 2 3] [0 1 2]
     """
 
-    slot_mapping: Any = None
-    seq_lens: Any = None
-    query_start_loc: Any = None
-    last_page_len: Any = None
-    table: Any = None
-    indptr: Any = None
-    indices: Any = None
+    slot_mapping: AnyArray | None = None
+    seq_lens: AnyArray | None = None
+    query_start_loc: AnyArray | None = None
+    last_page_len: AnyArray | None = None
+    table: AnyArray | None = None
+    indptr: AnyArray | None = None
+    indices: AnyArray | None = None
     _known: dict[AsTable, StepTargets] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is known of the arrays is not that of their copies, which lie elsewhere.
+        # The copies of the arrays are at other addresses.
         return {**vars(self), "_known": {}}
 
     def targets(self, as_table: AsTable) -> StepTargets:
-        """Where the arrays lie. They are checked only once, since that costs more than most steps. Raises TypeError,
-        ValueError."""
+        """Return the addresses of the arrays. They are checked only once, since that takes longer than most steps.
+        Raises TypeError, ValueError."""
         targets = self._known.get(as_table)
         if targets is None:
             targets = self._known[as_table] = StepTargets.of(self, as_table)
@@ -96,7 +104,7 @@ class StepTables:
 
 
 def step_argument(name: str, value: object) -> StepTables:
-    """``value`` itself. Raises TypeError for anything else."""
+    """Return ``value``. Raises TypeError unless it is a ``StepTables``."""
     if type(value) is not StepTables:
         raise TypeError(f"{name}: expected StepTables, got {value!r:.80}")
     return value
