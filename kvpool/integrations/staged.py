@@ -11,18 +11,18 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
 from kvpool.common.arrays.layout import integer_argument
+from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.integrations.options import EngineOptions, EnginePlugin
 from kvpool.storage import store_requests as jobs
 from kvpool.storage.choice import LoadAttempt, LoadOrCompute, LoadPolicy
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
-from kvpool.storage.lent_rows import row_padding_of, staging_rows
 from kvpool.storage.mac import BlockNames
+from kvpool.storage.staging import row_padding_of, staging_rows
 from kvpool.storage.store import OK, Bytes, Rows, Store
 from kvpool.storage.store_requests import RequestKind, StoreRequest
 from kvpool.storage.store_worker import StoreWorker
@@ -168,8 +168,6 @@ class StagedBlocks:
         self.declined = 0
         """Blocks that ``find_hit`` found and did not report, since the engine computes them sooner."""
         self._resets, self._lock = 0, threading.Lock()
-        # By thread: rows on loan.
-        self._loans: dict[int, list[int]] = {}
         self._troubles = TroubleLog(store.name, log=log)
         self.troubles = self._troubles.counts
         """Blocks by kind of job and by what went wrong."""
@@ -286,36 +284,17 @@ class StagedBlocks:
     def _staged(self, kind: RequestKind, names: Sequence[bytes], copy: Copy, until: float = math.inf) -> list[bool]:
         """Load or save, as many blocks at a time as there are rows. What has not come ``until`` then does not."""
         done, start = [False] * len(names), 0
-        loan = self._loan()
         with self._watched(kind, len(names)) as usable:
             keys, deadline = BlockNames(names if usable else ()), min(self._deadline(kind), until)
             while start < len(keys):
                 left = deadline - self.worker.now()
-                try:
-                    rows = self.worker.take(kind, len(keys) - start, left, loan) if left > 0 else _NO_ROWS
-                    if len(rows):
-                        self._move(kind, keys[start : start + len(rows)], rows, deadline, copy, start, done, loan)
-                finally:
-                    self._end_loan(loan)
+                rows = self.worker.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
                 if not len(rows):
                     self._troubles.note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
                     break
+                self._move(kind, keys[start : start + len(rows)], rows, deadline, copy, start, done)
                 start += len(rows)
         return done
-
-    def _loan(self) -> list[int]:
-        """The list of rows that this thread has on loan. A signal handler may have kept an earlier call from giving
-        them back."""
-        loan = self._loans.setdefault(threading.get_ident(), [])
-        self._end_loan(loan)
-        return loan
-
-    def _end_loan(self, loan: list[int]) -> None:
-        """Give back the rows of a loan, or release the request that has got them."""
-        self.worker.give_back(loan)
-        for request in self.worker.requests:
-            if request.owner == id(loan) and request.held:
-                self.worker.release(request)
 
     def _move(
         self,
@@ -326,21 +305,42 @@ class StagedBlocks:
         copy: Copy,
         start: int,
         done: list[bool],
-        loan: list[int],
     ) -> None:
         """Load or save blocks through these rows, and note those for which that was done from ``start`` on."""
+        job = self._begin(kind, keys, rows, deadline, copy, start)
+        if job is None:
+            return
+        try:
+            for index in np.flatnonzero(self._codes(job) == OK).tolist():
+                if kind == jobs.LOAD:
+                    copy(start + index, self.worker.memory[rows[index]])
+                done[start + index] = True
+        finally:
+            self.worker.release(job)
+
+    def _begin(
+        self, kind: RequestKind, keys: BlockNames, rows: Rows, deadline: float, copy: Copy, start: int
+    ) -> StoreRequest | None:
+        """Begin to load or save blocks through these rows. None if they have what was there before a reset. The rows
+        are given back where no request has got them, and only there."""
         worker, resets = self.worker, self._resets
-        begin = worker.save if kind == jobs.SAVE else partial(worker.load, hold=True)
-        for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
-            copy(place, worker.memory[row])
+        try:
+            for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
+                copy(place, worker.memory[row])
+        except BaseException:
+            worker.give_back(rows)
+            raise
         with self._lock:
-            if resets != self._resets:
-                return  # The rows have what was there before the reset.
-            job = begin(keys, rows, deadline=deadline, owner=id(loan), taken=loan)
-        for index in np.flatnonzero(self._codes(job) == OK).tolist():
-            if kind == jobs.LOAD:
-                copy(start + index, worker.memory[rows[index]])
-            done[start + index] = True
+            if resets == self._resets:
+                try:
+                    if kind == jobs.SAVE:
+                        return worker.save(keys, rows, deadline=deadline)
+                    return worker.load(keys, rows, deadline=deadline, hold=True)
+                except (PoolClosed, StoreBusy):
+                    worker.give_back(rows)
+                    raise
+        worker.give_back(rows)
+        return None
 
     @contextmanager
     def _watched(self, kind: RequestKind, count: int) -> Iterator[bool]:

@@ -11,9 +11,9 @@ from kvpool.storage.circuit_breaker import CircuitBreaker as CircuitBreaker
 from kvpool.storage.forgotten import Forgotten as Forgotten
 from kvpool.storage.host_storage_manager import HostStorageManager as HostStorageManager
 from kvpool.storage.host_storage_manager import HostStorageManagerStats as HostStorageManagerStats
-from kvpool.storage.lent_rows import staging_rows as staging_rows
 from kvpool.storage.mac import BlockNames as BlockNames
 from kvpool.storage.prefetches import Prefetch as Prefetch
+from kvpool.storage.staging import staging_rows as staging_rows
 from kvpool.storage.storage_manager import StorageManager as StorageManager
 from kvpool.storage.storage_manager import StorageManagerStats as StorageManagerStats
 from kvpool.storage.store import ABSENT as ABSENT

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from kvpool.common.changes import from_handler
+from kvpool.errors import KVPoolError
 
 
 class Recovery:
     """Is entered by each call that changes an object with one caller. It holds nothing.
 
-    If an exception of a signal handler leaves a call, or comes where the call begins or ends, the next call that
-    enters calls ``recover`` first. That brings the object into an order that it could have been in. It may be
+    If any exception but those that calls are said to raise leaves a call, such as one of a signal handler, the next
+    call that enters calls ``recover`` first. That brings the object into an order that it could have been in. It may be
     interrupted too; then it is called again.
     """
 
@@ -27,5 +27,5 @@ class Recovery:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or not from_handler(error):
+        if error is None or isinstance(error, (KVPoolError, TypeError, ValueError)):
             self.needed = False

@@ -33,7 +33,6 @@ from kvpool.state.records import H
 from kvpool.storage.choice import SLOWEST, LoadOrCompute
 from kvpool.storage.circuit_breaker import BreakerStats, CircuitBreaker
 from kvpool.storage.forgotten import Forgotten
-from kvpool.storage.lent_rows import row_padding_of, staging_rows
 from kvpool.storage.pool_adapter import (
     Content,
     PoolAdapter,
@@ -44,6 +43,7 @@ from kvpool.storage.pool_adapter import (
     split,
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
+from kvpool.storage.staging import row_padding_of, staging_rows
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
-from kvpool.common.changes import Step
 from kvpool.errors import StoreBusy
 from kvpool.storage.calls import NO_CODES
 from kvpool.storage.store import LATE, Rows
@@ -36,20 +33,19 @@ class RequestHeap:
     """Requests in their order, the first in front. The owner holds its lock.
 
     Those that are done meanwhile have no use. They are thrown away when as many have come as were left the last time,
-    so that they do not pile up while all threads hang. A request may be in it twice.
+    so that they do not pile up while all threads hang.
     """
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
         self._most, self._numbers = 1024, itertools.count()
 
-    def putting(self, order: float, request: StoreRequest) -> Step:
-        """The step that puts a request into the line."""
+    def put(self, order: float, request: StoreRequest) -> None:
         if len(self._heap) >= self._most:
             self._heap = [entry for entry in self._heap if not entry.request.done]
             heapq.heapify(self._heap)
             self._most = max(1024, 2 * len(self._heap))
-        return partial(heapq.heappush, self._heap, _Entry(order, next(self._numbers), request))
+        heapq.heappush(self._heap, _Entry(order, next(self._numbers), request))
 
     def pop(self) -> None:
         heapq.heappop(self._heap)
@@ -84,35 +80,28 @@ class StoreQueue:
         self.running: dict[int, StoreCall] = {}
         """By thread."""
         self._waiting_requests = RequestHeap()
-        # In arrays of one number: to add to one is a single step.
-        self._waiting = {bound: np.zeros(1, np.int64) for bound in _BOUND.values()}
+        self._waiting: Counter[RequestKind] = Counter()
 
     def check_room(self, kind: RequestKind, blocks: int) -> None:
         """Raise StoreBusy if no more blocks of requests of this kind may wait."""
-        waiting = int(self._waiting[_BOUND[kind]][0])
+        waiting = self._waiting[_BOUND[kind]]
         if waiting + blocks > self._most:
             raise StoreBusy(self._store, kind, waiting, self._most)
 
-    def joining(self, request: StoreRequest) -> tuple[Step, ...]:
-        """The steps by which a request joins."""
-        counted = partial(self._waiting[_BOUND[request.kind]].__iadd__, request.queued)
-        if request.done or request.kind in DROPS:
-            return (counted,)
-        return counted, self._waiting_requests.putting(_PRIORITY[request.kind], request)
+    def add(self, request: StoreRequest) -> None:
+        """A request joins."""
+        self._waiting[_BOUND[request.kind]] += request.queued
+        if not request.done and request.kind not in DROPS:
+            self._waiting_requests.put(_PRIORITY[request.kind], request)
 
-    def leaving(self, kind: RequestKind, blocks: int) -> Step:
-        """The step by which blocks of a request of this kind wait no more."""
-        return partial(self._waiting[_BOUND[kind]].__isub__, blocks)
-
-    @property
-    def waiting(self) -> int:
-        """Blocks that wait."""
-        return sum(int(blocks[0]) for blocks in self._waiting.values())
+    def leave(self, kind: RequestKind, blocks: int) -> None:
+        """Blocks of a request of this kind wait no more."""
+        self._waiting[_BOUND[kind]] -= blocks
 
     @property
     def is_backlogged(self) -> bool:
         """Whether a save that begins now waits for others."""
-        return bool(self._waiting[SAVE]) or not self._may_begin(SAVE)
+        return self._waiting[SAVE] > 0 or not self._may_begin(SAVE)
 
     @property
     def is_empty(self) -> bool:
@@ -158,7 +147,7 @@ class StoreQueue:
             part = slice(request.begun, min(request.begun + self._piece_blocks, count))
             if part.stop == count:
                 self._waiting_requests.pop()
-            self.leaving(request.kind, part.stop - part.start)()
+            self.leave(request.kind, part.stop - part.start)
             places = request.call_begins(part, self._clock())
             if len(places):
                 return request, places

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -17,7 +16,6 @@ import numpy as np
 from kvpool.common.arguments import first_outside, id_array
 from kvpool.common.arrays import Bools
 from kvpool.common.arrays.strided import read_only
-from kvpool.common.changes import Step
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import CANCELLED, CODES, KEY_BYTES, MODEL_BYTES, OK, Bytes, Rows
 
@@ -39,7 +37,7 @@ DROPS = (FORGET, CLEAR)
 
 
 class RequestOwner(Protocol):
-    """What a request needs of its worker."""
+    """What a request needs of the requests that it is one of."""
 
     secret: Secret
 
@@ -186,6 +184,8 @@ class StoreRequest:
         ValueError
             For a forget or a clear, which cannot be taken back.
         """
+        if self.kind in DROPS:
+            raise ValueError(f"request: expected a find, load or save, got {self!r}, which cannot be cancelled")
         self._worker.cancel(self)
 
     def __repr__(self) -> str:
@@ -230,10 +230,10 @@ class StoreRequest:
         self._codes[which & (self._codes == WAITING)] = code
         return WAITING not in self._codes
 
-    def settling(self, code: int) -> tuple[Step, Step]:
-        """The steps that give this code to all blocks that have none. No further call begins."""
-        waiting = self._codes == WAITING
-        return partial(self._codes.__setitem__, waiting, code), partial(setattr, self, "_settled", True)
+    def settle(self, code: int) -> None:
+        """Give this code to all blocks that have none. No further call begins."""
+        self.decide(code)
+        self._settled = True
 
 
 def keys_argument(keys: object) -> Keys:

@@ -19,9 +19,9 @@ from kvpool.common.process import Closing, stays_here
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.storage.calls import NO_ROWS, StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
-from kvpool.storage.lent_rows import LentRows, memory_argument
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.open_requests import OpenRequests
+from kvpool.storage.staging import memory_argument
 from kvpool.storage.store import (
     KEY_BYTES,
     MODEL_BYTES,
@@ -113,13 +113,10 @@ class StoreWorker(Closing):
 
     ``done(request)`` is called once when the request is done, and ``returned(request)`` once after that, when no call
     of the store uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the next ``poll``
-    makes the others. If the exception is one of a signal handler, such as the KeyboardInterrupt of Ctrl-C, the next
-    ``poll`` makes the same call again. A worker with such callbacks is polled by one thread, which makes all of these
-    calls.
+    makes the others. A worker with such callbacks is polled by one thread, which makes all of these calls.
 
-    A signal handler that raises in a call leaves the call undone, or done. So a caller that may be interrupted has
-    ``take`` fill a list, gives ``save`` or ``load`` that list and an owner, and in the end gives the list back and
-    releases the request of this owner, if there is one.
+    A signal handler that raises in a call leaves no lock held. A request that had begun is cancelled. Rows that the
+    caller had taken for it may not be free again before ``close``, but nobody else gets them.
 
     A MAC of each block is made before it is saved, and compared after it was loaded: 128 bits of keyed BLAKE2b over
     key, length, identity, context and a keyed ``Digest`` of the bytes. A block whose MAC differs is DAMAGED, and the
@@ -202,8 +199,9 @@ class StoreWorker(Closing):
         self._own_tag = self.secret.tag(b"")
         self._open = OpenRequests(
             StoreCalls(store, self.secret, self.memory, self.forget),
+            self.secret,
             partial(StoreQueue, self.name, self.savers, self.piece_blocks, most, clock),
-            LentRows(self.slots) if staging else None,
+            self.slots if staging else 0,
             StoreFigures(self.name, self.block_bytes),
             self.health,
             TroubleLog(self.name, clock) if warns else None,
@@ -300,7 +298,6 @@ class StoreWorker(Closing):
         deadline: float = math.inf,
         hold: bool = False,
         owner: Hashable = None,
-        taken: list[int] | None = None,
     ) -> StoreRequest:
         """Begin to load blocks into rows of the memory.
 
@@ -320,15 +317,13 @@ class StoreWorker(Closing):
             Whether rows of ``take`` are read until ``release``.
         owner : hashable, optional
             What the caller identifies the request by: see ``requests``.
-        taken : list of int, optional
-            The list of its rows, which ``take`` has filled. It is empty from the moment in which the request begins.
 
         Returns
         -------
         StoreRequest
             The request.
         """
-        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner, taken=taken)
+        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner)
 
     def save(
         self,
@@ -341,7 +336,6 @@ class StoreWorker(Closing):
         limit: int = NO_LIMIT,
         deadline: float = math.inf,
         owner: Hashable = None,
-        taken: list[int] | None = None,
     ) -> StoreRequest:
         """Begin to save rows of the memory, which nobody may change until the request is returned.
 
@@ -364,8 +358,6 @@ class StoreWorker(Closing):
             Seconds on the worker's clock, after which a block without a result is LATE.
         owner : hashable, optional
             As for ``load``.
-        taken : list of int, optional
-            As for ``load``.
 
         Returns
         -------
@@ -381,7 +373,7 @@ class StoreWorker(Closing):
         if lend is not None and not isinstance(keys, BlockNames):
             raise TypeError(f"keys: expected BlockNames where rows are lent, got {type(keys).__name__}")
         places = None if lend else rows
-        return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit, lend, owner=owner, taken=taken)
+        return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit, lend, owner=owner)
 
     def forget(self, keys: Keys, done: Call | None = None) -> StoreRequest:
         """Begin to drop blocks.
@@ -468,44 +460,10 @@ class StoreWorker(Closing):
         """
         self._open.check_room(FORGET, blocks)
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until a condition holds.
-
-        Parameters
-        ----------
-        condition : callable
-            ``() -> bool``, called with the worker's lock held.
-        timeout : float or None
-            Seconds to wait. None waits as long as it takes.
-
-        Returns
-        -------
-        bool
-            Whether the condition holds.
-        """
-        return self._open.wait_until(condition, timeout)
-
-    def cancel(self, request: StoreRequest) -> None:
-        """Give up the blocks of a request that have no code yet: see ``StoreRequest.cancel``.
-
-        Parameters
-        ----------
-        request : StoreRequest
-            A find, load or save of this worker.
-
-        Raises
-        ------
-        ValueError
-            For a drop.
-        """
-        if request.kind in DROPS:
-            raise ValueError(f"request: expected a find, load or save, got {request!r}, which cannot be cancelled")
-        self._open.cancel(request)
-
     @property
     def has_results(self) -> bool:
         """Whether ``poll`` has a call to make."""
-        return self._open.callbacks.ready
+        return self._open.ready
 
     def poll(self) -> bool:
         """Make the calls of requests that are done or returned. Never waits.
@@ -519,7 +477,7 @@ class StoreWorker(Closing):
         -----
         Clears ``fileno``.
         """
-        return self._open.callbacks.poll()
+        return self._open.poll()
 
     @property
     def requests(self) -> list[StoreRequest]:
@@ -542,7 +500,7 @@ class StoreWorker(Closing):
         int
             The descriptor, for ``select`` and asyncio.
         """
-        return self._open.callbacks.fileno()
+        return self._open.fileno()
 
     def wait(self, timeout: float) -> bool:
         """Wait until ``poll`` has a call to make.
@@ -557,7 +515,7 @@ class StoreWorker(Closing):
         bool
             Whether it has.
         """
-        return self._open.callbacks.wait(timeout)
+        return self._open.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
         """Wait until no find, load or save is queued or in flight.
@@ -576,7 +534,7 @@ class StoreWorker(Closing):
         -----
         Drops that the store does not confirm are not waited for: wait for their requests.
         """
-        return self.wait_until(
+        return self._open.wait_until(
             lambda: all(request.returned or request.kind in DROPS for request in self.requests), timeout
         )
 
@@ -607,7 +565,7 @@ class StoreWorker(Closing):
         """
         return self._open.free(kind)
 
-    def take(self, kind: RequestKind, most: int, timeout: float = 0.0, taken: list[int] | None = None) -> Rows:
+    def take(self, kind: RequestKind, most: int, timeout: float = 0.0) -> Rows:
         """Take free rows for a request. They are the caller's until a request has them, or ``give_back``.
 
         Parameters
@@ -618,27 +576,23 @@ class StoreWorker(Closing):
             The most rows.
         timeout : float, default 0.0
             Seconds to wait for one, as long as others than calls that hang have some.
-        taken : list of int, optional
-            Gets the rows too, for ``load`` and ``save``.
 
         Returns
         -------
         ndarray of int64, shape (n,)
             The rows. There may be none.
         """
-        rows = [] if taken is None else taken
-        self._open.take(kind, most, timeout, rows)
-        return np.array(rows, np.int64)
+        return np.array(self._open.take(kind, most, timeout), np.int64)
 
-    def give_back(self, rows: Rows | list[int]) -> None:
+    def give_back(self, rows: Rows) -> None:
         """Give back rows of ``take`` that no request has got.
 
         Parameters
         ----------
-        rows : ndarray of int64, or list of int
-            The rows. A list that ``take`` has filled is empty then.
+        rows : ndarray of int64
+            The rows.
         """
-        self._open.give_back(rows if isinstance(rows, list) else rows.tolist())
+        self._open.give_back(rows.tolist())
 
     def release(self, request: StoreRequest) -> None:
         """Release the rows of a request that was begun with ``hold``: nobody reads them any more.
@@ -673,7 +627,7 @@ class StoreWorker(Closing):
         May be called again.
         """
         self._open.close()
-        over = self.wait_until(lambda: self._open.closed, timeout)
+        over = self._open.wait_until(lambda: self._open.closed, timeout)
         if call_back:
             self.poll()
         return over
@@ -694,18 +648,17 @@ class StoreWorker(Closing):
         renews: bool = False,
         hold: bool = False,
         owner: Hashable = None,
-        taken: list[int] | None = None,
     ) -> StoreRequest:
         checked_keys = keys_argument(keys)
         if kind != CLEAR:
             tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == LOAD)
         end = _deadline_argument(deadline)
-        request = StoreRequest(self, kind, checked_keys, places, lend, end, tag or b"", limit, renews)
+        request = StoreRequest(self._open, kind, checked_keys, places, lend, end, tag or b"", limit, renews)
         request.owner, request.held, request.hurried = owner, hold, end - self._clock() < self._patience
         request.on_done = [] if done is None else [done]
         request.on_returned = [] if returned is None else [returned]
-        return self._open.begin(request, [] if taken is None else taken)
+        return self._open.begin(request)
 
     def _tag(self, tag: object) -> bytes:
         if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):

@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_begun_before_a_drop_goes_on",
-        "OpenRequests._begun",
+        "OpenRequests._join",
         "self._screen(other)",
         "pass",
         "KV of weights that were replaced is loaded after a clear.",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_is_down_is_asked_for_what_was_dropped",
-        "OpenRequests._begun",
+        "OpenRequests._join",
         "self._screen(request)",
         "",
         "A tenant's content is found after it has left, until the store has dropped it.",

@@ -34,14 +34,6 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "a_callback_that_a_handler_has_interrupted_is_not_called_again",
-        "Callbacks._call",
-        "if not from_handler(error):\n    del calls[0]",
-        "del calls[0]",
-        "After Ctrl-C in a poll, a request waits for ever for a block that has come.",
-        ("tests/stores/test_interrupted.py::test_jobs_whose_callback_a_handler_has_interrupted_are_reported_again",),
-    ),
-    Mutation(
         "a_lock_of_a_thread_that_is_gone_is_waited_for",
         "Process.after_fork",
         "if why:\n"

@@ -87,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_is_finished_is_told_again_and_again",
-        "Callbacks.poll",
+        "OpenRequests.poll",
         "os.eventfd_read(self._signal)",
         "pass",
         "An engine that waits for jobs spins on one core.",

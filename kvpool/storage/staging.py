@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
-from kvpool.common.changes import Step
 from kvpool.storage.store import Bytes, Store, store_argument
-from kvpool.storage.store_requests import LOAD, RequestKind
 
 PAGE_BYTES = 4096
 
@@ -45,28 +41,3 @@ def memory_argument(memory: object) -> Bytes:
         if memory.flags.c_contiguous and memory.flags.writeable:
             return np.asarray(memory)[...]
     raise ValueError("memory: expected a writable, C-contiguous array uint8[slots, block_bytes], got another")
-
-
-class LentRows:
-    """Rows that are lent to callers. Half of them, rounded down, are kept for loads, so that no save keeps a load
-    waiting. The owner holds its lock."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self._free = count, list(range(count))
-        self._kept_for_loads = count // 2
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def free(self, kind: RequestKind) -> int:
-        """How many rows a request of this kind can take now."""
-        return max(0, len(self._free) - (0 if kind == LOAD else self._kept_for_loads))
-
-    def lending(self, kind: RequestKind, most: int, taken: list[int]) -> tuple[Step, Step]:
-        """The steps that move up to ``most`` rows to a list of the caller's."""
-        first = len(self._free) - min(most, self.free(kind))
-        return partial(taken.extend, self._free[first:]), partial(self._free.__delitem__, slice(first, None))
-
-    def giving_back(self, rows: list[int]) -> Step:
-        """The step that takes rows back."""
-        return partial(self._free.extend, rows)
