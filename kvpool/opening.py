@@ -271,6 +271,8 @@ def open(
         )
     opened_stores = open_stores(stores)
     with ExitStack() as ends:
+        for store in opened_stores:
+            ends.callback(store.discard)
         cache = KVCacheManager(
             layout,
             device_blocks=device_blocks,

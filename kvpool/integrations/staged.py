@@ -22,7 +22,7 @@ from kvpool.storage import store_requests as jobs
 from kvpool.storage.choice import LoadAttempt, LoadOrCompute, LoadPolicy
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.mac import BlockNames
-from kvpool.storage.staging import row_padding_of, staging_rows
+from kvpool.storage.staging_rows import row_padding_of, staging_rows
 from kvpool.storage.store import OK, Bytes, Rows, Store
 from kvpool.storage.store_requests import RequestKind, StoreRequest
 from kvpool.storage.store_worker import StoreWorker

@@ -13,7 +13,7 @@ from kvpool.storage.host_storage_manager import HostStorageManager as HostStorag
 from kvpool.storage.host_storage_manager import HostStorageManagerStats as HostStorageManagerStats
 from kvpool.storage.mac import BlockNames as BlockNames
 from kvpool.storage.prefetches import Prefetch as Prefetch
-from kvpool.storage.staging import staging_rows as staging_rows
+from kvpool.storage.staging_rows import staging_rows as staging_rows
 from kvpool.storage.storage_manager import StorageManager as StorageManager
 from kvpool.storage.storage_manager import StorageManagerStats as StorageManagerStats
 from kvpool.storage.store import ABSENT as ABSENT

@@ -203,8 +203,6 @@ class HostStorageManager(Closing):
             check_identity(whose, cache.identity.layouts)
         limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
         chosen = [None] * len(store_list) if policies is None else list_argument("policies", policies)
-        if not store_list:
-            raise ValueError("stores: expected one or more, got none")
         if not callable(spare):
             raise TypeError(f"spare: expected a function that returns seconds, got {spare!r:.80}")
         if len(chosen) != len(store_list):
@@ -215,16 +213,18 @@ class HostStorageManager(Closing):
         self._on_publish = mode == COMMIT
         self._recovery = Recovery(self._recover)
         stays_here(self)
-        self._workers = open_workers(
-            store_list, lambda store: StoreWorker(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
-        )
-        self._adapter = HostCacheAdapter(cache, self._workers, mode, save_room, limit)
-        self._storage = TierStorage[bytes](
-            self._adapter, self._workers, cache.host_blocks, save_seconds, chosen, load_room, UNREAD_SECONDS, clock
-        )
         # Whether nothing was looked for since the last ``poll``.
         self._step_begins = True
-        self._loads = KeyLoads(cache, self._storage, load_seconds, retry_seconds, spare, clock)
+
+        def worker_of(store: Store, name: str) -> StoreWorker:
+            return StoreWorker(store, tier.blocks, whose, name=name, patience=patience, warns=True, clock=clock)
+
+        with open_workers(store_list, worker_of) as self._workers:
+            self._adapter = HostCacheAdapter(cache, self._workers, mode, save_room, limit)
+            self._storage = TierStorage[bytes](
+                self._adapter, self._workers, cache.host_blocks, save_seconds, chosen, load_room, UNREAD_SECONDS, clock
+            )
+            self._loads = KeyLoads(cache, self._storage, load_seconds, retry_seconds, spare, clock)
 
     # -- what the scheduler calls --------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from kvpool.storage.pool_adapter import (
     split,
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
-from kvpool.storage.staging import row_padding_of, staging_rows
+from kvpool.storage.staging_rows import row_padding_of, staging_rows
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest
@@ -124,8 +124,8 @@ class StorageManager(Closing):
         A pool with a host tier and with ``event_capacity``. Its secret makes the keys of stores too. So it must be
         given, unless no store outlives the process: ``KVCacheManager(..., secret=store.secret)``.
     stores : sequence of Store or str
-        The stores, the nearest first, or texts for ``open_store``. They are opened here, and closed by ``close``. Their
-        names differ.
+        1 to 16 stores, the nearest first, or texts for ``open_store``. They are opened here, and closed by ``close``. A
+        second one of the same name, such as "disk", is called "disk-2" in figures and events.
     identity : ModelIdentity
         The model whose KV this is. Nothing that was saved under another identity, or for other block layouts, is found.
     save : {"commit", "evict", "reuse"}, default "commit"
@@ -192,7 +192,7 @@ class StorageManager(Closing):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         host_blocks = _host_blocks(pool)
-        identity, chosen = identity_argument(identity), _stores_argument(stores)
+        identity, chosen = identity_argument(identity), open_stores(stores)
         check_identity(identity, [layout for group in pool.groups for layout in group.layouts])
         _check_secret(pool, chosen)
         mode = choice_argument("save", save, SAVES)
@@ -211,26 +211,21 @@ class StorageManager(Closing):
         stays_here(self)
         nbytes = max(group.block_bytes for group in pool.groups)
 
-        def worker_of(store: Store) -> StoreWorker:
+        def worker_of(store: Store, name: str) -> StoreWorker:
             health, padding = CircuitBreaker(failures, probe_seconds, clock=clock), row_padding_of(store)
             memory = staging_rows(rows, nbytes + padding)
             return StoreWorker(
-                store, memory, identity, health=health, staging=True, row_padding=padding, warns=True, clock=clock
+                store,
+                memory,
+                identity,
+                name=name,
+                health=health,
+                staging=True,
+                row_padding=padding,
+                warns=True,
+                clock=clock,
             )
 
-        self._workers = open_workers(chosen, worker_of)
-        self._unsaved = Unsaved(pool, mode, rows)
-        blocks, kinds = pool.device_blocks + pool.host_blocks, len(cached_groups(pool))
-        self._stored = StoredContent(pool, [worker.name for worker in self._workers], blocks + KNOWN_BLOCKS)
-        self._adapter = PoolAdapter(pool, self._stored, limits, mode == EVICT)
-        policies: list[LoadOrCompute | None] = [None] * len(self._workers)
-        if prefill_tokens_per_s is not None:
-            sizes = [kinds * worker.block_bytes for worker in self._workers]
-            policies = [LoadOrCompute(prefill_tokens_per_s, size, pool.tokens_per_block) for size in sizes]
-        self._storage = TierStorage[Content](
-            self._adapter, self._workers, queued, longest, policies, promotions, UNUSED_SECONDS, clock
-        )
-        self._prefetches = Prefetches(pool, self._adapter, self._storage, clock)
         self._orders: deque[tuple[Future[Forgotten], Callable[[], Forgotten]]] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
@@ -239,8 +234,21 @@ class StorageManager(Closing):
         self._quiet = self._ended = self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
-        self._thread = threading.Thread(target=self._run, name="kvpool-storage", daemon=True)
-        self._thread.start()
+        with open_workers(chosen, worker_of) as self._workers:
+            blocks, kinds = pool.device_blocks + pool.host_blocks, len(cached_groups(pool))
+            self._stored = StoredContent(pool, [worker.name for worker in self._workers], blocks + KNOWN_BLOCKS)
+            self._adapter = PoolAdapter(pool, self._stored, limits, mode == EVICT)
+            policies: list[LoadOrCompute | None] = [None] * len(self._workers)
+            if prefill_tokens_per_s is not None:
+                sizes = [kinds * worker.block_bytes for worker in self._workers]
+                policies = [LoadOrCompute(prefill_tokens_per_s, size, pool.tokens_per_block) for size in sizes]
+            self._storage = TierStorage[Content](
+                self._adapter, self._workers, queued, longest, policies, promotions, UNUSED_SECONDS, clock
+            )
+            self._prefetches = Prefetches(pool, self._adapter, self._storage, clock)
+            self._unsaved = Unsaved(pool, mode, rows)
+            self._thread = threading.Thread(target=self._run, name="kvpool-storage", daemon=True)
+            self._thread.start()
 
     # -- for the scheduler ---------------------------------------------------------------------------
 
@@ -682,14 +690,6 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
             f"pool: expected KVCacheManager(..., secret=store.secret), so that what the store {persistent[0]!r} keeps "
             "is found after a restart, got a random secret"
         )
-
-
-def _stores_argument(stores: object) -> list[Store]:
-    opened = open_stores(stores)
-    names = [store.name for store in opened]
-    if not 1 <= len(opened) <= 16 or len(set(names)) < len(names):
-        raise ValueError(f"stores: expected 1 to 16 stores with different names, got {names!r:.80}")
-    return opened
 
 
 def _quotas_argument(quotas: object) -> dict[Namespace, int]:

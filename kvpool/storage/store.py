@@ -330,6 +330,9 @@ class Store(ABC):
         """
         return {}
 
+    def discard(self) -> None:  # noqa: B027  # Most stores make nothing before they are opened.
+        """Remove what reading ``secret`` has made. Called for a store that will not be opened."""
+
     def close(self) -> None:  # noqa: B027  # Many stores have nothing to end.
         """End. Content that outlives the process stays."""
 

@@ -15,7 +15,7 @@ from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, LOAD, SAVE
 
 _PRIORITY = {FIND: 0, LOAD: 1, SAVE: 2}
 _READS = (FIND, LOAD)
-_BOUND = {FIND: LOAD, LOAD: LOAD, SAVE: SAVE, FORGET: FORGET, CLEAR: FORGET}
+_BOUND: dict[RequestKind, RequestKind] = {FIND: LOAD, LOAD: LOAD, SAVE: SAVE, FORGET: FORGET, CLEAR: FORGET}
 """Kinds of requests that wait together, up to a bound."""
 StoreCall = tuple[StoreRequest, Rows]
 """A request, and the places of the blocks that a call of the store is for."""

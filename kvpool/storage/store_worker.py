@@ -21,7 +21,7 @@ from kvpool.storage.calls import NO_ROWS, StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.open_requests import OpenRequests
-from kvpool.storage.staging import memory_argument
+from kvpool.storage.staging_rows import memory_argument
 from kvpool.storage.store import (
     KEY_BYTES,
     MODEL_BYTES,
@@ -66,6 +66,8 @@ class StoreWorker(Closing):
         Where blocks are saved from and loaded to, C-contiguous and writable.
     identity : ModelIdentity
         Whose KV this is. It is part of every key and every MAC.
+    name : str, optional
+        Name in figures and logs, in the place of the store's own, where two stores have the same.
     secret : bytes, optional
         32 bytes in the place of the store's own, for those who share a store without one.
     queued_blocks : int, default 65,536
@@ -95,7 +97,7 @@ class StoreWorker(Closing):
     secret : Secret
         Makes keys and tags.
     name : str
-        Name of the store.
+        Name of the store, or the one that was given.
 
     Raises
     ------
@@ -156,6 +158,7 @@ class StoreWorker(Closing):
         memory: Uint8s,
         identity: ModelIdentity,
         *,
+        name: str | None = None,
         secret: bytes | None = None,
         queued_blocks: int = 65_536,
         piece_bytes: int = 4 << 20,
@@ -177,7 +180,7 @@ class StoreWorker(Closing):
         self.piece_blocks = max(1, size // self.block_bytes)
         """The most blocks of one call."""
         # The attributes are read once: they may change later.
-        self.name, threads = store_argument("store", store).name, store.threads
+        self.name, threads = name or store_argument("store", store).name, store.threads
         self.savers = max(1, threads - 1)
         """How many calls of the store save at a time. Saves and drops leave one thread to all others, so that one that
         hangs keeps no load waiting."""

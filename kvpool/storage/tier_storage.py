@@ -3,10 +3,12 @@ blocks, as many as the tier has room for, while that is faster than computing th
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, islice
@@ -551,18 +553,27 @@ class TierStorage(Generic[Block]):
         return all(over)
 
 
-def open_workers(stores: Sequence[Store], worker_of: Callable[[Store], StoreWorker]) -> list[StoreWorker]:
-    """Open the stores: all, or none."""
+@contextmanager
+def open_workers(
+    stores: Sequence[Store], worker_of: Callable[[Store, str], StoreWorker]
+) -> Iterator[list[StoreWorker]]:
+    """Open the stores, each under a name of its own: all, or none. They are closed if the block raises."""
     workers: list[StoreWorker] = []
     try:
         for place, store in enumerate(stores):
             with naming(place_of(store, place)):
-                workers.append(worker_of(store))
+                workers.append(worker_of(store, _new_name(store.name, [worker.name for worker in workers])))
+        yield workers
     except BaseException:
         for worker in reversed(workers):
             worker.close(call_back=False)
         raise
-    return workers
+
+
+def _new_name(name: str, taken: Sequence[str]) -> str:
+    """A name that no store before has: "disk", "disk-2", ..."""
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return next(new for new in itertools.chain([name], numbered) if new not in taken)
 
 
 def pin_those_here(

@@ -42,6 +42,7 @@ def open_store(text: str, **names: str | int | None) -> Store:
     Kinds are ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT``, ``s3://BUCKET/PREFIX`` and ``memory:``;
     and ``package.module.Class:PLACE`` for a class of your own, which is imported. Options are the keyword arguments of
     that class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``, and ``timeout`` is in seconds.
+    ``name`` is the store's name in figures and logs.
 
     Parameters
     ----------
@@ -89,6 +90,7 @@ def open_store(text: str, **names: str | int | None) -> Store:
         raise ValueError(
             f"store: expected policy= in {accepted} alone, since others choose what goes, got {text!r:.80}"
         )
+    own_name = options.pop("name", None) if kind in _KINDS else None
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])
     for name in set(options) & set(_COUNTS):
@@ -105,6 +107,8 @@ def open_store(text: str, **names: str | int | None) -> Store:
         opened = make(*([place] if place else []), **options)
     except TypeError as error:
         raise ValueError(f"store: expected a text that can be opened, got {text!r:.80}: {error}") from None
+    if own_name is not None:
+        opened.name = own_name
     store = store_argument("store", opened)
     store.url = str(text)
     return store
@@ -113,8 +117,10 @@ def open_store(text: str, **names: str | int | None) -> Store:
 def open_stores(stores: object) -> list[Store]:
     """The stores of a list that may have texts. Raises what ``open_store`` raises, with the place of the store in the
     message."""
-    opened = list[Store]()
-    for place, store in enumerate(list_argument("stores", stores)):
+    chosen, opened = list_argument("stores", stores), list[Store]()
+    if not 1 <= len(chosen) <= 16:
+        raise ValueError(f"stores: expected 1 to 16 stores, got {len(chosen)}")
+    for place, store in enumerate(chosen):
         with naming(f"stores[{place}]"):
             new = open_store(store) if isinstance(store, str) else store
         opened.append(store_argument(f"stores[{place}]", new))

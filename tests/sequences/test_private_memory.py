@@ -217,7 +217,6 @@ IN_PLACE = {
     *("KVCacheManager.data", "gather_kv.out", "scatter_kv.source"),  # KV itself
     *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory"),
     "StoreWorker.memory",
-    "StoreWorker.taken",  # a list of rows, which the worker fills and empties
     *(f"StepTables.{name}" for name in NAMES),
     *("PagedKV.planes", "PagedKV.bases"),  # of ``PagedKV.of``, which has made and checked them
 }

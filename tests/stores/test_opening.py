@@ -160,6 +160,47 @@ def test_a_store_that_does_not_open_is_named_and_closes_the_others(
     begin(first).close()
 
 
+@pytest.mark.parametrize("kind", ["pool", "host"])
+def test_stores_of_one_name_get_numbers_unless_their_texts_name_them(kind: str, tmp_path: Path) -> None:
+    texts = [f"disk:{tmp_path}/{number}?capacity=1MiB" for number in range(4)]
+    texts[2] += "&name=slow"
+    begin: Callable[..., Any] = open_pool if kind == "pool" else open_host
+    opened = begin(*texts)
+    assert list(opened.storage.stats().health) == ["disk", "disk-2", "slow", "disk-3"]
+    assert opened.close()
+    with pytest.raises(ValueError, match=r"stores\[0\]: store.name: expected"):
+        begin("memory:?capacity=1MiB&name=A")
+
+
+def test_a_pool_that_is_refused_leaves_no_folder_of_its_store(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir(0o700)
+    for wrong in ({"device_blocks": -1}, {"save": "always"}):
+        for folder in ("new", "old"):
+            with pytest.raises(ValueError, match="device_blocks|save"):
+                open_pool(f"disk:{tmp_path}/{folder}?capacity=1MiB", **wrong)
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
+    open_pool(f"disk:{tmp_path}/new?capacity=1MiB").close()
+    with pytest.raises(ValueError, match="save"):
+        open_pool(f"disk:{tmp_path}/new?capacity=1MiB", save="always")
+    assert (tmp_path / "new" / "secret").exists()
+
+
+@pytest.mark.parametrize("kind", ["pool", "host"])
+def test_stores_are_closed_if_what_is_behind_them_fails(
+    kind: str, tmp_path: Path, closings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    part = f"kvpool.storage.{'storage' if kind == 'pool' else 'host_storage'}_manager.TierStorage.__init__"
+    begin: Callable[..., Any] = open_pool if kind == "pool" else open_host
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(part, fails)
+        begin(f"disk:{tmp_path}/kv?capacity=1MiB")
+    assert closings[0] == "DiskStore"
+    begin(f"disk:{tmp_path}/kv?capacity=1MiB").close()
+
+
 class Broken(MemoryStore):
     """A store that does not open."""
 
@@ -174,7 +215,7 @@ class Broken(MemoryStore):
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"stores": []}, ValueError, r"stores: expected 1 to 16 stores with different names, got \[\]"),
+    ({"stores": []}, ValueError, "stores: expected 1 to 16 stores, got 0"),
     ({"stores": MEMORY}, TypeError, "stores: expected a list, got 'memory:.*'"),
     ({"stores": [5]}, TypeError, r"stores\[0\]: expected a Store, got 5"),
     ({"stores": [MEMORY, "/var/kv"]}, ValueError, r"stores\[1\]: store: expected .*did you mean disk:/var/kv\?"),

@@ -313,7 +313,6 @@ def test_sequences_and_leases_of_others_are_left_alone(engine: Engine, wrong: Wr
     [
         ({"save": "always"}, "save: expected"),
         ({"stores": []}, "stores: expected"),
-        ({"stores": [MemoryStore(1), MemoryStore(1)]}, "different names"),
         ({"identity": "tiny"}, "identity: expected"),
         ({"staging_blocks": 1}, "staging_blocks: expected"),
         ({"load_seconds": 0}, "load_seconds: expected a finite number of 0.001 or more"),

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -140,8 +140,8 @@ class DiskStore(Store):
     def secret(self) -> bytes:
         """The secret of the folder, 32 bytes. It is made, with the folder, if it is not there.
 
-        If ``open`` then fails before a store has used the folder, both are removed, and a later call makes another
-        secret.
+        If ``open`` then fails before a store has used the folder, or ``discard`` is called, both are removed, and a
+        later call makes another secret.
 
         Raises
         ------
@@ -159,6 +159,12 @@ class DiskStore(Store):
         self._made = folder.made
         folder.close()
         return secret
+
+    def discard(self) -> None:
+        made, self._made = self._unused(), None
+        if made is not None:
+            with suppress(OSError):
+                Folder(self._path, made).discard()
 
     def open(self, space: Space) -> bytes:
         if self._opened:
