@@ -4,11 +4,11 @@ used."""
 from __future__ import annotations
 
 import configparser
-import copy
 import functools
 import json
 import os
 import re
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +16,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba.core import config
 
 from kvpool.__main__ import main
 from kvpool.common.arguments import first_outside
 from kvpool.common.jit import cache
+from kvpool.device.cuda.runtime import Gpu
+from kvpool.device.memory import main_memory
 from kvpool.tools.cli import doctor
 from kvpool.tools.cli.doctor import ABSENT, FAILED, OK, WARNING
 
 Output = pytest.CaptureFixture[str]
-compiling = functools.cache(doctor._numba_cuda)
+compiling = functools.cache(doctor.check_numba_cuda)
 """Kernels of tables are compiled once for all tests of this file."""
 
 
@@ -32,7 +35,7 @@ compiling = functools.cache(doctor._numba_cuda)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without CuPy, with a cache of its own."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(doctor, "_numba_cuda", compiling)
+    monkeypatch.setattr(doctor, "check_numba_cuda", compiling)
     for name in ("KVPOOL_DEVICE", "KVPOOL_COPY_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -65,13 +68,12 @@ def test_an_environment_that_names_no_device_is_a_finding(capsys: Output, monkey
     assert status == 1 and "KVPOOL_DEVICE: expected one of cpu, cuda, sim, got 'tpu'" in text
 
 
-def test_json_has_every_finding(capsys: Output) -> None:
+def test_json_has_every_check(capsys: Output) -> None:
     status, text = answer(capsys, "--json")
-    report = json.loads(text)
-    assert status == 0 and report["usable"] and report["auto"]["device"] == "cpu"
-    assert report["packages"]["numpy"]["error"] is None and report["packages"]["cupy"]["error"]
-    assert report["packages"]["nixl"]["install"] == "pip install --no-deps nixl nixl-cu13"
-    assert report["gpus"] == [] and report["copies"] is None
+    checks = {check["name"]: check for check in json.loads(text)}
+    assert status == 0 and checks["device auto"]["reason"].startswith("cpu: ")
+    assert checks["numpy"]["status"] == OK and checks["cupy"]["status"] != OK
+    assert not any(name.startswith(("GPU", "copies")) for name in checks)
 
 
 def test_a_package_that_is_there_and_broken_is_not_a_crash(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,16 +98,16 @@ def test_a_numba_cuda_that_is_not_used_or_compiles_nothing_is_said(monkeypatch: 
 
     numba_own, installed = "/site/numba/cuda/__init__.py", "/site/numba_cuda/numba/cuda/__init__.py"
     for place, version, compile_for, wrong in (
-        (numba_own, "0.30", sound, "Numba's own"),
+        (numba_own, "0.30", sound, "is Numba's own"),
         (numba_own, None, newer, None),
         (installed, "0.30", sound, None),
         (installed, "0.30", newer, "kernels of tables cannot be compiled: AttributeError: module 'numpy'"),
     ):
         there = SimpleNamespace(__file__=place, compile_for=compile_for, KERNELS={"any": None})
         monkeypatch.setattr(doctor.importlib, "import_module", lambda name, there=there: there)
-        package = compiling.__wrapped__(version)
-        assert package["place"] == place
-        assert package["error"] is None if wrong is None else wrong in package["error"]
+        checks = compiling.__wrapped__(version)
+        assert [check.status for check in checks] == ([] if wrong is None else [WARNING])
+        assert wrong is None or wrong in checks[0].reason and checks[0].advice
 
 
 # ----------------------------------------
@@ -114,91 +116,110 @@ def test_a_numba_cuda_that_is_not_used_or_compiles_nothing_is_said(monkeypatch: 
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
-
-
-def part(**changes: Any) -> dict[str, Any]:
-    known = {"version": "2.0", "error": None, "use": "plots", "install": "pip install x", "minimum": "1.5"}
-    return known | {"required": False} | changes
-
-
-# A machine on which everything is right.
-WELL: dict[str, Any] = {
-    "packages": {"numpy": part(required=True), "numba-cuda": part(), "cupy": part()},
-    "numba.cuda": {"place": "/numba_cuda", "error": None},
-    "jit": {"disabled": False, "root": "/cache", "used": 5, "free": GIB, "in_use": True},
-    "driver": {"version": 13000, "error": None, "kernel_module": True, "gpu_files": 1},
-    "cupy_packages": ["cupy-cuda13x"],
-    "gpus": [{"number": 0, "name": "GPU", "memory": 80 * GIB, "driver": 13000}],
-    "memory": {"locked_limit": None, "available": 64 * GIB},
-}
-NO_LIBRARY = "libcuda.so.1: cannot open shared object file"
-NOT_THERE = {"version": None, "error": NO_LIBRARY, "kernel_module": False, "gpu_files": 0}
-LACKING = {"version": None, "error": "not installed"}
-LEFT = "available memory"
-
-
-def test_a_machine_on_which_everything_is_right_needs_no_advice() -> None:
-    assert {(check.status, check.advice) for check in doctor.judge(WELL)} == {(OK, "")}
+NEEDED = doctor.Package("numpy", "numpy", "everything", "pip install x", "1.5")
+OPTIONAL = NEEDED._replace(use="plots")
+GPU = Gpu(0, "GPU", 80 * GIB, 13000, "9.0", 132, "x16", "13.0")
+THERE = doctor.Driver(13000, None, kernel_module=True, gpu_files=1)
+NOT_THERE = doctor.Driver(None, "libcuda.so.1: cannot open shared object file", kernel_module=False, gpu_files=0)
+CUPY = ["cupy-cuda13x"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "status", "advice"),
+    ("version", "error", "required", "optional"),
     [
-        ({"packages": {"cupy": part(**LACKING)}}, "cupy", ABSENT, "pip install x"),
-        ({"packages": {"numpy": part(**LACKING, required=True)}}, "numpy", FAILED, "pip install x"),
-        ({"packages": {"cupy": part(error="OSError: libcudart.so")}}, "cupy", WARNING, "pip install x"),
-        ({"packages": {"numpy": part(error="OSError: no", required=True)}}, "numpy", FAILED, "pip install x"),
-        ({"packages": {"cupy": part(version="1.4.9")}}, "cupy", WARNING, "pip install x"),
-        ({"packages": {"numpy": part(version="1.4.9", required=True)}}, "numpy", FAILED, "pip install x"),
-        ({"packages": {"cupy": part(version="1.5.0rc1")}}, "cupy", OK, ""),
-        ({"packages": {"cupy": part(version="1.10")}}, "cupy", OK, ""),
-        ({"packages": {"cupy": part(version=None)}}, "cupy", OK, ""),
-        ({"numba.cuda": {"error": "is Numba's own: PYTHONPATH?"}}, "numba.cuda", WARNING, "PYTHONPATH"),
-        ({"numba.cuda": {"error": "cannot be compiled"}}, "numba.cuda", WARNING, "pip install x"),
-        ({"jit": {"disabled": True}}, "compiled code", WARNING, "unset NUMBA_DISABLE_JIT"),
-        ({"jit": {"root": None, "used": None, "free": None}}, "compiled code", WARNING, "NUMBA_CACHE_DIR"),
-        ({"jit": {"in_use": False}}, "compiled code", WARNING, "pip install -U"),
-        ({"jit": {"free": 1 << 20}}, "compiled code", WARNING, "make room"),
-        ({"gpus": [], "driver": NOT_THERE}, "NVIDIA driver", ABSENT, "install NVIDIA's driver"),
-        ({"gpus": [], "driver": NOT_THERE | {"kernel_module": True}}, "NVIDIA driver", WARNING, "--gpus all"),
-        ({"gpus": [], "driver": {"gpu_files": 0}}, "NVIDIA driver", WARNING, "--gpus all"),
-        ({"gpus": [], "cupy_packages": []}, "NVIDIA driver", WARNING, ".[cuda13]"),
-        ({"gpus": [], "cupy_packages": [], "driver": {"version": 12080}}, "NVIDIA driver", WARNING, ".[cuda12]"),
-        ({"gpus": [], "driver": {"version": 12080}}, "NVIDIA driver", WARNING, "pip uninstall cupy-cuda13x"),
-        ({"gpus": [], "driver": {"version": 11080}}, "NVIDIA driver", WARNING, "update the driver"),
-        ({"cupy_packages": ["cupy-cuda13x", "cupy"]}, "NVIDIA driver", WARNING, "pip uninstall cupy-cuda13x cupy"),
-        ({"memory": {"available": None}}, LEFT, WARNING, "host_blocks"),
-        ({"memory": {"available": 1 << 20}}, LEFT, WARNING, "raise the limit"),
+        (None, "not installed", FAILED, ABSENT),
+        ("2.0", "OSError: libcudart.so", FAILED, WARNING),
+        ("1.4.9", None, FAILED, WARNING),
+        ("1.5.0rc1", None, OK, OK),
+        ("1.10", None, OK, OK),
+        (None, None, OK, OK),
     ],
 )
-def test_what_is_wrong_is_found_and_has_advice(changes: dict[str, Any], name: str, status: str, advice: str) -> None:
-    facts = copy.deepcopy(WELL)
-    for key, value in changes.items():
-        facts[key] = facts[key] | value if isinstance(value, dict) else value
-    other = [check for check in doctor.judge(facts) if check.name != name]
-    (check,) = [check for check in doctor.judge(facts) if check.name == name]
-    assert check.status == status and advice in check.advice
-    assert {check.status for check in other} == {OK}, "nothing else is wrong"
+def test_only_a_package_that_is_needed_fails(
+    version: str | None, error: str | None, required: str, optional: str
+) -> None:
+    for part, status in ((NEEDED, required), (OPTIONAL, optional)):
+        check = doctor.check_package(part, version, error)
+        assert (check.status, check.advice) == (status, "" if status == OK else "pip install x")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cupy", "gpus", "status", "advice"),
+    [
+        (THERE, CUPY, [GPU], OK, ""),
+        (NOT_THERE, CUPY, [], ABSENT, "on a machine with a GPU"),
+        (NOT_THERE._replace(kernel_module=True), CUPY, [], WARNING, "--gpus all"),
+        (THERE._replace(gpu_files=0), CUPY, [], WARNING, "--gpus all"),
+        (THERE, [], [], WARNING, ".[cuda13]"),
+        (THERE._replace(version=12080), [], [], WARNING, ".[cuda12]"),
+        (THERE._replace(version=12080), CUPY, [], WARNING, "pip uninstall cupy-cuda13x"),
+        (THERE._replace(version=11080), CUPY, [], WARNING, "update the driver"),
+        (THERE, ["cupy-cuda13x", "cupy"], [GPU], WARNING, "pip uninstall cupy-cuda13x cupy"),
+    ],
+)
+def test_driver_gpus_and_packages_have_to_fit(
+    driver: doctor.Driver, cupy: list[str], gpus: list[Gpu], status: str, advice: str
+) -> None:
+    check = doctor.check_driver(driver, cupy, gpus)
+    assert check.status == status and advice in check.advice and bool(advice) == bool(check.advice)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("numba.core.config.DISABLE_JIT", 1, "unset NUMBA_DISABLE_JIT"),
+        ("kvpool.common.jit.cache.cache_root", lambda: None, "NUMBA_CACHE_DIR"),
+        ("kvpool.common.jit.keeps", lambda: False, "pip install -U"),
+        ("shutil.disk_usage", lambda root: SimpleNamespace(free=1 << 20), "NUMBA_CACHE_DIR"),
+    ],
+)
+def test_compiled_code_that_cannot_be_kept_is_a_warning(
+    name: str, value: Any, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numba.core.config.DISABLE_JIT", 0)
+    monkeypatch.setattr("kvpool.common.jit.keeps", lambda: True)
+    (sound,) = doctor.check_compiled_code()
+    assert (sound.status, sound.advice) == (OK, "")
+    monkeypatch.setattr(name, value)
+    (check,) = doctor.check_compiled_code()
+    assert check.status == WARNING and advice in check.advice
 
 
 @pytest.mark.parametrize(
     ("user", "limit", "gpus", "status"),
-    [(1000, GIB, True, WARNING), (0, GIB, True, OK), (1000, 64 * GIB, True, OK), (1000, GIB, False, OK)],
+    [
+        (1000, GIB, True, WARNING),
+        (0, GIB, True, OK),
+        (1000, 64 * GIB, True, OK),
+        (1000, resource.RLIM_INFINITY, True, OK),
+        (1000, GIB, False, OK),
+    ],
 )
 def test_a_limit_of_locked_memory_matters_where_memory_is_pinned(
     monkeypatch: pytest.MonkeyPatch, user: int, limit: int, gpus: bool, status: str
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    facts = WELL | {"memory": {"locked_limit": limit, "available": 64 * GIB}, "gpus": WELL["gpus"] if gpus else []}
-    check = doctor.locked_memory(facts)
-    assert check.status == status and ("ulimit -l unlimited" in check.advice) == (status == WARNING)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    monkeypatch.setattr(main_memory, "available_ram", lambda: 64 * GIB)
+    locked, available = doctor.check_memory([GPU] if gpus else [])
+    assert locked.status == status and ("ulimit -l unlimited" in locked.advice) == (status == WARNING)
+    assert available == ("available memory", OK, "64.00 GiB", "")
+
+
+@pytest.mark.parametrize(("available", "advice"), [(None, "host_blocks"), (1 << 20, "raise the limit")])
+def test_little_or_unknown_memory_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, available: int | None, advice: str
+) -> None:
+    monkeypatch.setattr(main_memory, "available_ram", lambda: available)
+    _, check = doctor.check_memory([])
+    assert check.status == WARNING and advice in check.advice
 
 
 def test_a_verdict_that_failed_is_the_exit_status(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = doctor.Package("nothing_of_this_name", "nothing-of-this-name", "everything", "pip install it")
     monkeypatch.setattr(doctor, "_PARTS", (*doctor._PARTS, broken))
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
-    checks = json.loads(capsys.readouterr().out)["checks"]
+    checks = json.loads(capsys.readouterr().out)
     verdict = {"status": "failed", "reason": "not installed (everything)", "advice": "pip install it"}
     assert {"name": "nothing-of-this-name"} | verdict in checks
     assert main(["doctor", "--device", "cpu"]) == 1
@@ -208,9 +229,8 @@ def test_a_verdict_that_failed_is_the_exit_status(capsys: Output, monkeypatch: p
 
 def test_the_cache_that_is_looked_at_is_the_one_in_use() -> None:
     first_outside(np.zeros(1, np.int64), 0)  # compiled here, unless it is kept
-    report = doctor.look_at_jit()
-    assert report["root"] == str(cache.cache_root()) and report["free"] > 0
-    assert report["disabled"] or (report["in_use"] and report["used"] > 0)
+    (check,) = doctor.check_compiled_code()
+    assert config.DISABLE_JIT or f" MiB in {cache.cache_root()}, " in check.reason
 
 
 def test_compiled_code_that_another_process_removes_meanwhile_is_not_a_crash(
@@ -228,19 +248,18 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_not_a_crash(
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    monkeypatch.setattr(cache, "cache_root", lambda: tmp_path)
-    report = doctor.look_at_jit()
-    assert report is not None and report["used"] == 100 and not going.exists()
+    assert doctor._compiled(tmp_path) == 100 and not going.exists()
 
 
 def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
-    assert not doctor.look_at_driver(tmp_path)["kernel_module"] and doctor.look_at_driver(tmp_path)["gpu_files"] == 0
+    seen = doctor.look_at_driver(tmp_path)
+    assert not seen.kernel_module and seen.gpu_files == 0
     for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "proc/driver/nvidia/version"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     driver = doctor.look_at_driver(tmp_path)
-    assert driver["kernel_module"] and driver["gpu_files"] == 2
-    assert (driver["version"] is None) == (driver["error"] is not None)
+    assert driver.kernel_module and driver.gpu_files == 2
+    assert (driver.version is None) == (driver.error is not None)
 
 
 def test_oldest_versions_are_those_of_the_package() -> None:

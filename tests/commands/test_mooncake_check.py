@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
+from kvpool.storage.backends.mooncake import guarded_client as client
 from kvpool.tools.cli import doctor
 from kvpool.tools.cli.doctor import FAILED, OK, WARNING
 
-TESTED = mooncake_client.TESTED
-WELL: dict[str, Any] = {"version": TESTED, "tested": TESTED, "error": None, "unreachable": None}
-WELL |= {"master": "10.0.0.1:50051", "asked": True, "seen_as": "10.0.0.2"}
+MASTER = "10.0.0.1:50051"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that can be loaded, and no master in the environment."""
+    monkeypatch.setattr(client, "version", lambda: client.TESTED)
+    monkeypatch.setattr(client, "library", lambda: None)
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
 
 
 @pytest.fixture
@@ -32,33 +37,35 @@ def nobody() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_who_uses_a_master_is_warned_that_clients_are_open_to_all() -> None:
-    client, master, security = doctor.judge_mooncake(WELL)
-    assert (client.status, master.status, security.status) == (OK, OK, WARNING)
+def test_who_uses_a_master_is_warned_that_clients_are_open_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "reach", lambda master: "10.0.0.2")
+    loaded, master, security = doctor.check_mooncake(MASTER)
+    assert (loaded.status, master.status, security.status) == (OK, OK, WARNING)
     assert "10.0.0.2" in master.reason
     assert "without a password" in security.reason and "docs/cluster.md" in security.advice
 
 
-@pytest.mark.parametrize(
-    ("changes", "words", "advice"),
-    [
-        ({"version": "9.9"}, "9.9, tested is", ""),
-        ({"error": "Mooncake cannot be loaded: apt-get install x"}, "cannot be loaded", "apt-get install x"),
-    ],
-)
-def test_a_client_that_cannot_be_used_is_named(changes: dict[str, Any], words: str, advice: str) -> None:
-    check = doctor.judge_mooncake(WELL | changes)[0]
-    assert (check.status, check.advice) == (WARNING, advice) and words in check.reason
+def test_a_client_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def library() -> None:
+        raise ImportError("Mooncake cannot be loaded: apt-get install x")
+
+    monkeypatch.setattr(client, "version", lambda: "9.9")
+    loaded, security = doctor.check_mooncake(None)
+    assert (loaded.status, security.status) == (WARNING, OK) and "9.9, tested is" in loaded.reason
+    monkeypatch.setattr(client, "library", library)
+    (loaded,) = doctor.check_mooncake(None)
+    assert loaded.status == WARNING and loaded.reason == "Mooncake cannot be loaded: apt-get install x"
 
 
-def test_where_it_is_not_installed_the_list_of_packages_says_so() -> None:
-    assert doctor.judge_mooncake(WELL | {"version": None, "master": None}) == []
+def test_where_it_is_not_installed_the_list_of_packages_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "version", lambda: None)
+    assert doctor.check_mooncake(None) == []
 
 
 def test_the_environment_names_a_master(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_MASTER", listening)
-    report = doctor.look_at_mooncake(None)
-    assert report["seen_as"] == "127.0.0.1" and report["unreachable"] is None
+    _, master, _ = doctor.check_mooncake(None)
+    assert master.status == OK and "127.0.0.1" in master.reason
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -66,21 +73,22 @@ def test_a_master_that_was_asked_for_has_to_be_reached(
     nobody: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_MASTER", nobody)
-    report = doctor.look_at_mooncake(nobody if asked else None)
-    assert f"no Mooncake master at {nobody}" in report["unreachable"]
-    assert doctor.judge_mooncake(WELL | report)[1].status == (FAILED if asked else WARNING)
+    _, master, _ = doctor.check_mooncake(nobody if asked else None)
+    assert f"no Mooncake master at {nobody}" in master.reason
+    assert master.status == (FAILED if asked else WARNING)
 
 
 @pytest.mark.parametrize("text", ["host", "host:port", ":1 2"])
 def test_what_is_not_an_address_is_not_a_crash(text: str) -> None:
-    assert "expected HOST:PORT" in doctor.look_at_mooncake(text)["unreachable"]
+    assert "expected HOST:PORT" in doctor.check_mooncake(text)[1].reason
 
 
 def test_the_command_has_it(
     listening: str, nobody: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_numba_cuda", lambda version: {"place": "", "error": None})
+    monkeypatch.setattr(doctor, "check_numba_cuda", lambda version: [])
     assert main(["doctor", "--mooncake", listening, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mooncake"]["seen_as"] == "127.0.0.1"
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert "127.0.0.1" in checks[f"mooncake master {listening}"]["reason"]
     assert main(["doctor", "--mooncake", nobody]) == 1
     assert f"mooncake master {nobody}: failed" in capsys.readouterr().out
