@@ -80,14 +80,14 @@ def test_the_command_prints_each_policy_beside_lru_and_the_optimum(
     command = ["replay", str(sessions), *shape, "--active", "2", "--policies", "agent"]
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert list(report["policies"]) == [LRU, "agent"] and report["requests"] == 96
-    rates = [row["hit_rate"] for row in (*report["policies"].values(), report[MIN])]
+    assert list(report["hit_rates"]) == [LRU, "agent", MIN] and report["requests"] == 96
+    rates = [*report["hit_rates"].values()]
     assert 0 < min(rates) and max(rates) == rates[-1] < 1
     assert main(command) == 0
     text = capsys.readouterr().out
     assert all(f"{rate:.2%}" in text for rate in rates) and "40 device, 10 host, of 16 tokens" in text
     assert main([*command[:-1], "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)["policies"]) == [LRU, "reuse", "agent", "adaptive"]
+    assert list(json.loads(capsys.readouterr().out)["hits"]) == [LRU, "reuse", "agent", "adaptive"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_an_interrupted_comparison_has_the_policies_that_came_to_the_end(
     monkeypatch.setattr(replayed, "replay_hits", interrupted)
     assert main(["replay", "--limit", "20", "--json", "--policies", "reuse", "agent", "adaptive"]) == 130
     report = json.loads(capsys.readouterr().out)
-    assert report["interrupted"] and list(report["policies"]) == [LRU, "reuse"]
+    assert report["interrupted"] and list(report["hits"]) == [LRU, "reuse"]
 
 
 def test_a_device_that_copies_nothing_gets_a_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

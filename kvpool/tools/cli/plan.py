@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     if options.policies is not None:
         terminal.announce_compilation()  # of pools; a curve alone compiles a second
     from kvpool.tools.planner import CapacityPlan, Surveyor, report
-    from kvpool.tools.planner.report import draw, require_matplotlib
+    from kvpool.tools.planner.report import draw, figures, require_matplotlib
     from kvpool.tools.replay import TraceError
 
     if options.plot is not None and not os.access(options.plot.parent, os.W_OK):
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         plan = CapacityPlan(survey, machine, _policies(options, surveyor.uses, survey))
     text = report(plan, title, model, link)
     names = {"trace": title, "model": model, "link": link, "interrupted": interrupted}
-    terminal.print_result(options, {**names, **plan.as_dict()}, text)
+    terminal.print_result(options, {**names, **figures(plan)}, text)
     with blaming_the_user(OSError):
         if options.plot is not None:
             draw(plan, options.plot, title, model, text)

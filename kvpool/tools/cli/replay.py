@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -156,10 +157,11 @@ def _compare(options: argparse.Namespace, trace: Trace, config: ReplayConfig) ->
     runs = len({"lru", *policies})
     with shown_progress(runs * len(trace.requests), " requests") as progress:
         table, interrupted = compare_replayed(trace.requests, config, policies, progress=progress)
+    found = {name: {"device": hits.device, "host": hits.host} for name, hits in table.hits.items()}
+    rates = {name: table.rate(sum(hits)) for name, hits in table.hits.items()} | {"MIN": table.rate(table.optimum)}
     names = {"trace": trace.name, "format": trace.format, "active": config.active, "interrupted": interrupted}
-    terminal.print_result(
-        options, {**names, **table.as_dict()}, f"replay    {trace.name} ({trace.format})\n{table.text()}"
-    )
+    figures = {**names, **asdict(table), "hits": found, "hit_rates": rates}
+    terminal.print_result(options, figures, f"replay    {trace.name} ({trace.format})\n{table.text()}")
     return INTERRUPTED if interrupted else OK
 
 

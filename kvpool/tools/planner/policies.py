@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -27,12 +27,12 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.state.arrays import PolicyName
 from kvpool.tools.planner.stack import belady, follow
 from kvpool.tools.planner.survey import Survey, Use
-from kvpool.tools.replay.content import Request
+from kvpool.tools.replay.content import Progress, Request
 
 LRU = "lru"
 MIN = "MIN"
 ORACLE = "session oracle"
-SAYINGS = ("nothing", "stop", "future")
+Said: TypeAlias = Literal["nothing", "stop", "future"]
 """What an engine says with each release: nothing, why the model stopped, or when the next request comes."""
 _STOPS = ("tool_use", "end_turn")
 FRESH = 1 << 30
@@ -44,35 +44,61 @@ _LEFT_AFTER = 3
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """Hits of each policy, in blocks, at some capacities."""
+    """Hits of each policy, in blocks, at some capacities.
 
-    said: str
+    Attributes
+    ----------
+    said : {"nothing", "stop", "future"}
+        What the engine says with each release.
+    capacities : list of int
+        Blocks of the cache.
+    hits : dict of str to list of int
+        By the name of a policy or a ceiling, for each capacity.
+    lookups : int
+        Blocks that were looked up.
+    as_lru : dict of str to list of int
+        For each policy, the blocks with which LRU finds as many.
+    """
+
+    said: Said
     capacities: list[int]
     hits: dict[str, list[int]]
-    """By the name of a policy or a ceiling."""
     lookups: int
-    """Blocks that were looked up."""
     as_lru: dict[str, list[int]]
-    """For each policy, the blocks with which LRU finds as many."""
 
     def rate(self, name: str, place: int) -> float:
-        """The share of the blocks looked up that are found at the capacity of this place."""
+        """Return the share of the blocks looked up that are found.
+
+        Parameters
+        ----------
+        name : str
+            A policy or a ceiling.
+        place : int
+            The index of a capacity.
+
+        Returns
+        -------
+        float
+            From 0 to 1.
+        """
         return self.hits[name][place] / max(self.lookups, 1)
 
     def memory(self, policy: str, place: int) -> float:
-        """With which share of LRU's memory a policy finds as many."""
-        return self.capacities[place] / max(self.as_lru[policy][place], 1)
+        """Return with which share of LRU's memory a policy finds as many.
 
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, as nested dictionaries, lists, numbers and strings."""
-        places = range(len(self.capacities))
-        return {
-            "said": self.said,
-            "blocks": self.capacities,
-            "hit_rates": {name: [self.rate(name, place) for place in places] for name in self.hits},
-            "lru_needs_blocks": self.as_lru,
-            "memory_of_lru": {name: [self.memory(name, place) for place in places] for name in self.as_lru},
-        }
+        Parameters
+        ----------
+        policy : str
+            A key of ``as_lru``.
+        place : int
+            The index of a capacity.
+
+        Returns
+        -------
+        float
+            Below 1 if the policy needs less memory than LRU.
+        """
+        return self.capacities[place] / max(self.as_lru[policy][place], 1)
 
 
 def compare(
@@ -81,16 +107,38 @@ def compare(
     capacities: Sequence[int],
     policies: Sequence[PolicyName],
     *,
-    said: str = "nothing",
-    progress: Callable[[int], Any] = lambda count: None,
+    said: Said = "nothing",
+    progress: Progress = lambda count: None,
 ) -> PolicyTable:
-    """Run each policy at each capacity, in blocks. ``uses`` are those of an exact survey, in order. ``progress`` is
-    called with 1 after each run.
+    """Run each policy at each capacity, beside LRU and ceilings that know the future.
 
-    Raises ValueError for a capacity that does not hold the longest request, and for a policy that no pool has.
+    Parameters
+    ----------
+    uses : sequence of Use
+        Those of an exact survey, in order.
+    survey : Survey
+        The survey.
+    capacities : sequence of int
+        Blocks, each at least those of the longest request.
+    policies : sequence of {"lru", "reuse", "agent", "adaptive"}
+        Policies of a pool.
+    said : {"nothing", "stop", "future"}, default "nothing"
+        What the engine says with each release: nothing, why the model stopped, or when the session goes on.
+    progress : callable
+        Called with 1 after each run.
+
+    Returns
+    -------
+    PolicyTable
+        The hits.
+
+    Raises
+    ------
+    ValueError
+        For a capacity that does not hold the longest request, and for a policy that no pool has.
     """
-    if said not in SAYINGS:
-        raise ValueError(f"said: expected {', '.join(SAYINGS)}, got {said!r}")
+    if said not in get_args(Said):
+        raise ValueError(f"said: expected {', '.join(get_args(Said))}, got {said!r}")
     if min(capacities, default=0) < survey.longest_blocks:
         raise ValueError(
             f"capacities: expected {survey.longest_blocks} blocks or more, as the longest request has, got "
@@ -101,12 +149,11 @@ def compare(
         runs[policy] = partial(through_pool, uses, survey.longest_blocks, policy=policy, said=said)
     if any(use.request.session is not None for use in uses):
         runs[ORACLE] = lambda capacity: sum(map(SessionOracle(uses, capacity).find, uses))
-    following, counted = next_uses(uses)
-    runs[MIN] = lambda capacity: min_hits(following, counted, capacity)
+    runs[MIN] = partial(min_hits, *next_uses(uses))
     hits: dict[str, list[int]] = {name: [] for name in runs}
     for capacity in capacities:
         for name, run in runs.items():
-            hits[name].append(int(run(capacity)))
+            hits[name].append(run(capacity))
             progress(1)
     as_lru: dict[str, list[int]] = {
         name: [survey.curve.capacity_for(count) for count in hits[name]] for name in policies
@@ -115,7 +162,18 @@ def compare(
 
 
 def choose_capacities(survey: Survey) -> list[int]:
-    """Capacities that show the trace, from the longest request to what the ceiling needs, on a logarithmic scale."""
+    """Return six capacities that show a trace.
+
+    Parameters
+    ----------
+    survey : Survey
+        What the trace reuses.
+
+    Returns
+    -------
+    list of int
+        Blocks, from the longest request to what the ceiling needs, evenly spaced on a logarithmic scale.
+    """
     last = survey.curve.capacity_for(survey.curve.ceiling)
     first = max(survey.longest_blocks, last // 32, 1)
     return sorted({int(capacity) for capacity in np.geomspace(first, max(first, last), _SHOWN)})
@@ -124,7 +182,7 @@ def choose_capacities(survey: Survey) -> list[int]:
 # -- a pool --------------------------------------------------------------------------------------
 
 
-def hints(request: Request, said: str) -> dict[str, Any]:
+def hints(request: Request, said: Said) -> dict[str, Any]:
     """What an engine says when it releases a request, as arguments of ``release``."""
     if said == "stop" and request.stop in _STOPS:
         return {"stop": request.stop}
@@ -134,7 +192,7 @@ def hints(request: Request, said: str) -> dict[str, Any]:
     return {}
 
 
-def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: PolicyName, said: str = "nothing") -> int:
+def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: PolicyName, said: Said = "nothing") -> int:
     """How many prompt blocks are found when requests of up to ``longest`` blocks are played through a pool of
     ``capacity`` device blocks."""
     # A block is one token here. One more is for the last token of a prompt, which is never found.

@@ -7,9 +7,9 @@ partial reuse, but the pool's clock has the times of the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,14 +22,23 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.state.arrays import PolicyName
 from kvpool.tools.planner.policies import FRESH, LRU, MIN, min_hits, next_uses
 from kvpool.tools.planner.survey import Surveyor, Use
-from kvpool.tools.replay.content import Request
+from kvpool.tools.replay.content import Progress, Request
 from kvpool.tools.replay.engine import Admit, Append, Finish, ReplayConfig, schedule, worst_blocks
+from kvpool.tools.replay.summary import aligned, table
 
 _LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=1, tokens_per_block=1, dtype="uint8", planes=1)
 
 
 class BlocksFound(NamedTuple):
-    """Full blocks of prompts that were cached, by the tier that held them."""
+    """Full blocks of prompts that were cached.
+
+    Attributes
+    ----------
+    device : int
+        Those that the device tier held.
+    host : int
+        Those that only the host tier held.
+    """
 
     device: int
     host: int
@@ -37,54 +46,66 @@ class BlocksFound(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayTable:
-    """What each policy finds in a replay of a trace."""
+    """What each policy finds in a replay of a trace.
+
+    Attributes
+    ----------
+    requests : int
+        Those that were admitted. The others are larger than the device tier.
+    prompt_tokens : int
+        Tokens of their prompts.
+    tokens_per_block : int
+        Tokens of a block.
+    device_blocks : int
+        Blocks of the device tier.
+    host_blocks : int
+        Blocks of the host tier.
+    hits : dict of str to BlocksFound
+        By policy, LRU first. An interrupted comparison has those that were replayed to the end.
+    optimum : int
+        Blocks that a cache of both tiers together finds that evicts the block whose next use is last.
+    """
 
     requests: int
-    """Those that were admitted. The others are larger than the device tier."""
     prompt_tokens: int
     tokens_per_block: int
     device_blocks: int
     host_blocks: int
     hits: dict[str, BlocksFound]
-    """By policy, LRU first. An interrupted comparison has those that were replayed to the end."""
     optimum: int
-    """Blocks that a cache of both tiers together finds that evicts the block whose next use is last."""
 
     def rate(self, blocks: int) -> float:
-        """The share of the prompt tokens that these blocks have."""
+        """Return the share of the prompt tokens that some blocks have.
+
+        Parameters
+        ----------
+        blocks : int
+            How many.
+
+        Returns
+        -------
+        float
+            From 0 to 1.
+        """
         return blocks * self.tokens_per_block / max(self.prompt_tokens, 1)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the figures as nested dictionaries and numbers, which ``json.dumps`` accepts."""
-        policies = {
-            name: {
-                "device_tokens": hits.device * self.tokens_per_block,
-                "host_tokens": hits.host * self.tokens_per_block,
-                "hit_rate": self.rate(sum(hits)),
-            }
-            for name, hits in self.hits.items()
-        }
-        names = ("requests", "prompt_tokens", "tokens_per_block", "device_blocks", "host_blocks")
-        optimum = {"tokens": self.optimum * self.tokens_per_block, "hit_rate": self.rate(self.optimum)}
-        return {**{name: getattr(self, name) for name in names}, "policies": policies, MIN: optimum}
-
     def text(self) -> str:
-        """Return the table for a terminal."""
-        base = sum(self.hits[LRU]) if LRU in self.hits else 0
-        lines = [
-            f"requests  {self.requests:,} with {self.prompt_tokens:,} tokens in prompts",
-            f"blocks    {self.device_blocks:,} device, {self.host_blocks:,} host, of {self.tokens_per_block} tokens",
-            "",
-            f"{'policy':<10} {'hits':>8} {'device':>8} {'host':>8} {'beside LRU':>11}",
-        ]
-        for name, hits in self.hits.items():
-            rates = " ".join(f"{self.rate(blocks):>8.2%}" for blocks in (sum(hits), *hits))
-            lines.append(f"{name:<10} {rates} {self._points(sum(hits) - base)}")
-        lines.append(f"{MIN:<10} {self.rate(self.optimum):>8.2%} {'':>17} {self._points(self.optimum - base)}")
-        return "\n".join(lines)
+        """Return the table for a terminal.
 
-    def _points(self, blocks: int) -> str:
-        return f"{100 * self.rate(blocks):>+7.2f} pts"
+        Returns
+        -------
+        str
+            Lines, without a line break at the end.
+        """
+        base = sum(self.hits.get(LRU, ()))
+        rows = [("policy", "hits", "device", "host", "beside LRU")]
+        for name, hits in (*self.hits.items(), (MIN, (self.optimum,))):
+            found = [f"{self.rate(blocks):.2%}" for blocks in (sum(hits), *hits)]
+            device, host = found[1:] if name != MIN else ("", "")
+            rows.append((name, found[0], device, host, f"{100 * self.rate(sum(hits) - base):+.2f} pts"))
+        tiers = f"{self.device_blocks:,} device, {self.host_blocks:,} host, of {self.tokens_per_block} tokens"
+        head = {"requests": [f"{self.requests:,} with {self.prompt_tokens:,} tokens in prompts"], "blocks": [tiers]}
+        return "\n".join([*aligned(head), "", *table(*rows)])
 
 
 class DecidingDevice(CpuDevice):
@@ -101,20 +122,20 @@ def compare_replayed(
     config: ReplayConfig,
     policies: Iterable[PolicyName],
     *,
-    progress: Callable[[int], Any] = lambda count: None,
+    progress: Progress = lambda count: None,
 ) -> tuple[ReplayTable, bool]:
     """Replay requests with LRU and with each of the policies.
 
     Parameters
     ----------
-    requests
+    requests : sequence of Request
         Those of a trace, each with an index of its own.
-    config
+    config : ReplayConfig
         The tiers, the tokens of a block and the most requests at the same time. Nothing else is used.
-    policies
-        Names of policies.
-    progress
-        A function that is called with 1 after every request that was admitted or skipped, in each policy.
+    policies : iterable of {"lru", "reuse", "agent", "adaptive"}
+        Policies of a pool.
+    progress : callable
+        Called with 1 after every request that was admitted or skipped, in each policy.
 
     Returns
     -------
@@ -158,7 +179,7 @@ def replay_hits(
     uses: Mapping[int, Use],
     config: ReplayConfig,
     policy: PolicyName,
-    progress: Callable[[int], Any] = lambda count: None,
+    progress: Progress = lambda count: None,
 ) -> BlocksFound:
     """Replay requests with one policy. ``uses`` are those of the requests that fit, by index."""
     size = config.layout.tokens_per_block
@@ -194,11 +215,8 @@ def replay_hits(
                     cache.commit(admission.ids, np.array([request.input_length // size]))
                     running[request.index] = _HeldRequest(int(admission.ids[0]), blocks)
                 case Append(items):
-                    _append(
-                        cache,
-                        size,
-                        [(running[request.index], request, start, count) for request, start, count in items],
-                    )
+                    growing = [(running[request.index], request, start, count) for request, start, count in items]
+                    _append(cache, size, growing)
                 case Finish(request):
                     cache.release(running.pop(request.index).id)
             if not isinstance(step, (Append, Finish)):

@@ -1,9 +1,10 @@
 """The plan for people: as text for a terminal, with what more memory buys and how to choose; and as a picture, with the
-hit rate over memory, and when reused blocks come back."""
+hit rate over memory, and when reused blocks come back. And for programs: as a dictionary for JSON."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import asdict
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -13,13 +14,12 @@ import numpy as np
 
 from kvpool.tools.planner.capacity_plan import CapacityPlan, StorePlan
 from kvpool.tools.planner.policies import MIN, ORACLE, PolicyTable
-from kvpool.tools.planner.survey import Prefix
+from kvpool.tools.replay.summary import aligned, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BAR = 24
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 _TENANTS = 5
 _MARKERS = {0.5: "o", 0.9: "s"}
 """The shares of the ceiling that the curve marks."""
@@ -28,8 +28,87 @@ _ORANGE = "#c8641e"
 _GREY = "#6b6b6b"
 
 
+def figures(plan: CapacityPlan) -> dict[str, Any]:
+    """Return the plan as nested dictionaries, lists, numbers, strings and None only."""
+    survey, machine, pool, store, policies = plan.survey, plan.machine, plan.pool(), plan.store(), plan.policies
+    break_even = plan.break_even()
+    same = ("requests", "prompt_tokens", "output_tokens", "prompt_blocks", "tokens_per_block", "sample")
+    return {
+        **{name: getattr(survey, name) for name in same},
+        "longest_request_blocks": survey.longest_blocks,
+        "distinct_blocks": survey.distinct_blocks,
+        "machine": {
+            "block_bytes": machine.layout.block_bytes,
+            "token_bytes": machine.layout.token_bytes,
+            "prefill_tokens_per_second": machine.prefill_tokens_per_second,
+            "link_gb_per_second": machine.link_bandwidth,
+            "link_latency_us": machine.link_latency,
+        },
+        "ceiling": plan.ceiling._asdict(),
+        "table": [plan.row(capacity)._asdict() for capacity in plan.table()],
+        "reach": {share: row._asdict() for share, row in plan.reach().items()},
+        "pool": None if pool is None else {name: row._asdict() for name, row in pool._asdict().items()},
+        "store": None if store is None else _figures_of_store(store),
+        "policies": None if policies is None else _figures_of_policies(policies),
+        "break_even": None if break_even is None else break_even._asdict(),
+        "curve": plan.points(survey.curve),
+        "reuse_gaps": asdict(survey.gaps),
+        "prefixes": {**asdict(survey.prefixes), "top": [prefix._asdict() for prefix in survey.prefixes.top]},
+        "tenants": [
+            {
+                "name": tenant.name,
+                "requests": tenant.requests,
+                "prompt_tokens": tenant.prompt_tokens,
+                "ceiling_tokens": round(tenant.curve.ceiling) * survey.tokens_per_block,
+                "curve": plan.points(tenant.curve),
+            }
+            for tenant in survey.tenants
+        ],
+    }
+
+
+def _figures_of_store(plan: StorePlan) -> dict[str, Any]:
+    capacity = plan.store.capacity
+    return {
+        "save": plan.store.save,
+        "gb_per_second": plan.store.bandwidth,
+        "latency_us": plan.store.latency,
+        "tier_blocks": plan.tier_blocks,
+        "asked": None if capacity is None else plan.row(capacity)._asdict(),
+        "table": [plan.row(capacity)._asdict() for capacity in plan.table()],
+    }
+
+
+def _figures_of_policies(policies: PolicyTable) -> dict[str, Any]:
+    places = range(len(policies.capacities))
+    return {
+        "said": policies.said,
+        "blocks": policies.capacities,
+        "hit_rates": {name: [policies.rate(name, place) for place in places] for name in policies.hits},
+        "lru_needs_blocks": policies.as_lru,
+        "memory_of_lru": {name: [policies.memory(name, place) for place in places] for name in policies.as_lru},
+    }
+
+
 def report(plan: CapacityPlan, title: str, model: str, link: str) -> str:
-    """Return the lines. ``title`` names the trace, ``model`` the layout, ``link`` the source of the bandwidth."""
+    """Return the plan as text for a terminal.
+
+    Parameters
+    ----------
+    plan : CapacityPlan
+        The plan.
+    title : str
+        Names the trace.
+    model : str
+        Names the layout.
+    link : str
+        The source of the bandwidth.
+
+    Returns
+    -------
+    str
+        Lines and tables, without a line break at the end.
+    """
     parts = (_head(plan, title, model), _table(plan), _pool(plan), _store(plan), _reach(plan), _times(plan, link))
     return "\n\n".join(
         "\n".join(lines) for lines in (*parts, _policies(plan), _gaps(plan), _prefixes(plan), _tenants(plan)) if lines
@@ -37,51 +116,47 @@ def report(plan: CapacityPlan, title: str, model: str, link: str) -> str:
 
 
 def _head(plan: CapacityPlan, title: str, model: str) -> list[str]:
-    survey, layout = plan.survey, plan.machine.layout
-    ceiling = plan.row(survey.curve.capacity_for(survey.curve.ceiling))
-    shares = f"{ceiling['token_rate']:.2%} of prompt tokens, {ceiling['block_rate']:.2%} of prompt blocks"
+    survey, layout, ceiling = plan.survey, plan.machine.layout, plan.ceiling
+    shares = f"{ceiling.token_rate:.2%} of prompt tokens, {ceiling.block_rate:.2%} of prompt blocks"
     longest, everything = _size(plan.gib(survey.longest_blocks)), _size(plan.gib(survey.distinct_blocks))
     tokens = f"{survey.prompt_tokens:,} tokens in prompts, {survey.output_tokens:,} in answers"
     token = f"{_size(layout.token_bytes / 1024)} KiB a token"
-    rows = [
-        ("plan", title),
-        ("requests", f"{survey.requests:,} with {tokens}"),
-        ("model", f"{model}: {token}, blocks of {layout.tokens_per_block} tokens"),
-        ("memory", f"{longest} GiB for the longest request, {everything} GiB for everything"),
-        ("ceiling", f"{shares} are found again with unbounded memory"),
-    ]
-    if not survey.curve.exact:
-        rows.append(("sample", f"{survey.sample:.3g} of the blocks; ± is two standard errors, estimated from it"))
-    return [f"{name:<9} {text}" for name, text in rows]
+    sample = f"{survey.sample:.3g} of the blocks; ± is two standard errors, estimated from it"
+    return aligned(
+        {
+            "plan": [title],
+            "requests": [f"{survey.requests:,} with {tokens}"],
+            "model": [f"{model}: {token}, blocks of {layout.tokens_per_block} tokens"],
+            "memory": [f"{longest} GiB for the longest request, {everything} GiB for everything"],
+            "ceiling": [f"{shares} are found again with unbounded memory"],
+            "sample": [] if survey.curve.exact else [sample],
+        }
+    )
 
 
 def _table(plan: CapacityPlan) -> list[str]:
-    exact, times = plan.survey.curve.exact, plan.machine.prefill_tokens_per_second is not None
-    head = f"{'memory':>12} {'blocks':>12} {'hit rate':>9}{'' if exact else '       ±'}"
-    head += f"  {'share of the ceiling':<{_BAR + 7}}"
-    lines = [f"{head} {'next 16 GiB':>11}{'  saved per request' if times else ''}"]
+    exact, saves = plan.survey.curve.exact, _saves(plan)
+    rows = [("memory", "blocks", "hit rate", "" if exact else "±", "share of the ceiling", "next 16 GiB", saves)]
     for row in map(plan.row, plan.table()):
-        line = f"{_size(row['gib']):>8} GiB {row['blocks']:>12,} {row['token_rate']:>9.2%}"
-        line += "" if exact else f" {2 * row['standard_error']:>7.2%}"
-        line += f"  {_bar(row['of_ceiling'])} {row['of_ceiling']:>6.1%} {100 * row['next_16_gib']:>+7.2f} pts"
-        line += f" {_time(row['saved_seconds_per_request']):>18}" if times else ""
-        lines.append(line)
-    return lines
+        error = "" if exact else f"{2 * row.standard_error:.2%}"
+        next_16_gib = f"{100 * row.next_16_gib:+.2f} pts"
+        saved = _time(row.saved_seconds_per_request)
+        bar = _bar(row.of_ceiling)
+        rows.append((_gib(row.gib), f"{row.blocks:,}", f"{row.token_rate:.2%}", error, bar, next_16_gib, saved))
+    return table(*rows)
 
 
 def _pool(plan: CapacityPlan) -> list[str]:
-    pool = plan.pool()
+    pool, longest = plan.pool(), plan.survey.longest_blocks
     if pool is None:
         return []
     lines = []
-    rows = {"device alone": pool["device"]} | ({"device + host": pool["both"]} if pool["host_blocks"] else {})
-    for name, row in rows.items():
-        saved = row["saved_seconds_per_request"]
-        times = "" if saved is None else f", {_time(saved)} saved per request"
-        hits = f"{row['token_rate']:.2%} of prompt tokens ({row['hit_tokens']:,})"
-        lines.append(f"{name:<14} {_size(row['gib'])} GiB: {hits}{times}")
-    longest = plan.survey.longest_blocks
-    if pool["device_blocks"] < longest:
+    for name, row in (("device alone", pool.device), ("device + host", pool.both)):
+        if name == "device alone" or row != pool.device:
+            saved = _time(row.saved_seconds_per_request)
+            hits = f"{row.token_rate:.2%} of prompt tokens ({row.hit_tokens:,})"
+            lines.append(f"{name:<14} {_gib(row.gib)}: {hits}{saved and f', {saved} saved per request'}")
+    if pool.device.blocks < longest:
         lines.append(f"the longest request needs {longest:,} blocks and does not fit into the device tier")
     return lines
 
@@ -90,134 +165,123 @@ def _store(plan: CapacityPlan) -> list[str]:
     planned = plan.store()
     if planned is None:
         return []
-    store, times = planned.store, plan.machine.prefill_tokens_per_second is not None
-    model = "has the blocks used last" if store.save == "commit" else "has what the tiers evict"
-    lines = [
-        f"a store behind {_size(plan.gib(planned.tier_blocks))} GiB: {store.bandwidth:g} GB/s, {store.latency:g} µs, "
-        f"save={store.save}: it {model}",
-        f"{'store':>12} {'blocks':>12} {'found in it':>12} {'loads':>9} {'read':>11} {'written':>11}"
-        f"{'  saved per request' if times else ''}",
-    ]
+    store = planned.store
+    rows = [("store", "blocks", "found in it", "loads", "read", "written", _saves(plan), "")]
     for capacity in sorted({*planned.table(), *([] if store.capacity is None else [store.capacity])}):
         row = planned.row(capacity)
-        line = f"{_size(row['gib']):>8} GiB {row['blocks']:>12,} {row['token_rate']:>12.2%} {row['loads']:>9,}"
-        line += f" {_flow(row, 'read'):>11} {_flow(row, 'written'):>11}"
-        line += f" {_time(row['saved_seconds_per_request']):>18}" if times else ""
-        flow = (row["read_bytes_per_second"] or 0) + (row["written_bytes_per_second"] or 0)
-        line += "  more than its bandwidth" if flow > store.bandwidth * 1e9 else ""
-        lines.append(f"{line}{'  <- asked' if capacity == store.capacity else ''}")
-    return lines
+        flow = (row.read_bytes_per_second or 0) + (row.written_bytes_per_second or 0)
+        mark = "more than its bandwidth " if flow > store.bandwidth * 1e9 else ""
+        mark += "<- asked" if capacity == store.capacity else ""
+        read = _flow(row.read_bytes, row.read_bytes_per_second)
+        written = _flow(row.written_bytes, row.written_bytes_per_second)
+        figures = (f"{capacity:,}", f"{row.token_rate:.2%}", f"{row.loads:,}")
+        rows.append((_gib(row.gib), *figures, read, written, _time(row.saved_seconds_per_request), mark))
+    speed = f"{store.bandwidth:g} GB/s, {store.latency:g} µs, save={store.save}"
+    return [f"a store behind {_gib(plan.gib(planned.tier_blocks))}: {speed}", *table(*rows)]
 
 
-def _flow(row: dict[str, Any], way: str) -> str:
+def _flow(nbytes: int, speed: float | None) -> str:
     """Bytes per second, or in all for a trace without times."""
-    speed = row[f"{way}_bytes_per_second"]
-    return f"{_size(row[f'{way}_bytes'] / 1e9)} GB" if speed is None else f"{_size(speed / 1e9)} GB/s"
+    return f"{_size(nbytes / 1e9)} GB" if speed is None else f"{_size(speed / 1e9)} GB/s"
 
 
 def _reach(plan: CapacityPlan) -> list[str]:
     if not plan.survey.ceiling_tokens:
         return ["nothing is found again: more memory buys nothing"]
-    return [f"to reach {row['of_ceiling']:.0%} of the ceiling you need {_size(row['gib'])} GiB" for row in plan.reach()]
+    return [f"to reach {share:.0%} of the ceiling you need {_gib(row.gib)}" for share, row in plan.reach().items()]
 
 
 def _times(plan: CapacityPlan, link: str) -> list[str]:
     break_even, machine = plan.break_even(), plan.machine
     if break_even is None:
         return ["times: give --prefill-tokens-per-second to see what hits save"]
-    worth = f"above {break_even['worthwhile_above_gb_per_second']:.1f} GB/s"
+    worth = f"above {break_even.worthwhile_above_gb_per_second:.1f} GB/s"
     what = "everything found" if machine.device_blocks is None else "what is found beyond the device tier"
-    lines = [f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {what} crosses it"]
-    if break_even["tokens"] is None:
-        return [*lines, f"onboarding never beats recomputing here: it would {worth}"]
-    tokens = f"{break_even['tokens']:,} token{'s' if break_even['tokens'] > 1 else ''}"
-    return [*lines, f"onboarding beats recomputing for hits of {tokens} or more, and on any link {worth}"]
+    line = f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {what} crosses it"
+    if break_even.tokens is None:
+        return [line, f"onboarding never beats recomputing here: it would {worth}"]
+    tokens = f"{break_even.tokens:,} token{'s' if break_even.tokens > 1 else ''}"
+    return [line, f"onboarding beats recomputing for hits of {tokens} or more, and on any link {worth}"]
 
 
 def _policies(plan: CapacityPlan) -> list[str]:
-    table = plan.policies
-    if table is None:
+    policies = plan.policies
+    if policies is None:
         return []
-    heads = [f"{name:>{_wide(name)}}" + (f" {'memory':>7}" if name in table.as_lru else "") for name in table.hits]
-    lines = [
-        f"policies on the device: found of the blocks looked up, where the engine says {table.said}; memory: with this "
-        "share of LRU's memory the same hits",
-        f"{'memory':>12} {'blocks':>12} {' '.join(heads)}",
-    ]
-    for place, blocks in enumerate(table.capacities):
-        line = f"{_size(plan.gib(blocks)):>8} GiB {blocks:>12,}"
-        for name in table.hits:
-            line += f" {table.rate(name, place):>{_wide(name)}.2%}"
-            line += f" {table.memory(name, place):>7.0%}" if name in table.as_lru else ""
-        lines.append(line)
-    for name in table.as_lru:
-        best = min(range(len(table.capacities)), key=partial(table.memory, name))
-        if (share := table.memory(name, best)) < 1:
-            gib = _size(plan.gib(table.capacities[best]))
-            lines.append(f"{name}: the same hits as LRU with {share:.0%} of the memory, at {gib} GiB")
-    return lines
-
-
-def _wide(name: str) -> int:
-    return max(len(name), 8)
+    rows = [["memory", "blocks"]]
+    rows += [[_gib(plan.gib(blocks)), f"{blocks:,}"] for blocks in policies.capacities]
+    best = []
+    for name in policies.hits:
+        shares = [f"{policies.rate(name, place):.2%}" for place in range(len(policies.capacities))]
+        for row, cell in zip(rows, [name, *shares], strict=True):
+            row.append(cell)
+        if name in policies.as_lru:
+            memory = list(map(partial(policies.memory, name), range(len(policies.capacities))))
+            for row, cell in zip(rows, ["memory", *map("{:.0%}".format, memory)], strict=True):
+                row.append(cell)
+            if min(memory) < 1:
+                gib = _gib(plan.gib(policies.capacities[memory.index(min(memory))]))
+                best.append(f"{name}: the same hits as LRU with {min(memory):.0%} of the memory, at {gib}")
+    head = f"policies on the device: found of the blocks looked up, where the engine says {policies.said}"
+    return [f"{head}; memory: with this share of LRU's memory the same hits", *table(*rows), *best]
 
 
 def _gaps(plan: CapacityPlan) -> list[str]:
     unit, bars = plan.survey.gaps.bars()
-    lines, shown = [f"reused blocks, by the {unit} since their last use"], 0.0
+    rows, shown = [], 0.0
     for label, share in bars:
         shown += share
-        label += " requests" if unit == "requests" and label.startswith("below") else ""
-        lines.append(f"{label:>24}  {_bar(share)} {share:>6.1%}, {shown:>6.1%} in all")
-    return lines if bars else []
+        rows.append((label, _bar(share), f"{shown:.1%} in all"))
+    return [f"reused blocks, by the {unit} since their last use", *table(*rows)] if rows else []
 
 
 def _prefixes(plan: CapacityPlan) -> list[str]:
     reuse, estimate = plan.survey.prefixes, "" if plan.survey.curve.exact else " (of the sample)"
     if not reuse.top:
         return []
-    half, most = (_size(plan.gib(blocks)) for blocks in (reuse.blocks_for_half, reuse.blocks_for_most))
-    lines = [
-        f"reuse{estimate}: {reuse.reused_blocks:,} of {reuse.distinct_blocks:,} distinct blocks are ever used again; "
-        f"{half} GiB carry half of all hits, {most} GiB nine tenths",
-        f"{'prefix of request':>18} {'its tokens':>22} {'reuses':>9} {'hit tokens':>14} {'share':>7}",
-    ]
-    return lines + [_prefix(prefix) for prefix in reuse.top]
-
-
-def _prefix(prefix: Prefix) -> str:
-    span = f"{prefix.start:,} to {prefix.start + prefix.tokens:,}"
-    return f"{prefix.first_request:>18,} {span:>22} {prefix.reuses:>9,} {prefix.hit_tokens:>14,} {prefix.share:>7.2%}"
+    half, most = (_gib(plan.gib(blocks)) for blocks in (reuse.blocks_for_half, reuse.blocks_for_most))
+    rows = [("prefix of request", "its tokens", "reuses", "hit tokens", "share")]
+    for prefix in reuse.top:
+        span = f"{prefix.start:,} to {prefix.start + prefix.tokens:,}"
+        counts = f"{prefix.reuses:,}", f"{prefix.hit_tokens:,}"
+        rows.append((f"{prefix.first_request:,}", span, *counts, f"{prefix.share:.2%}"))
+    blocks = f"{reuse.reused_blocks:,} of {reuse.distinct_blocks:,} distinct blocks are ever used again"
+    return [f"reuse{estimate}: {blocks}; {half} carry half of all hits, {most} nine tenths", *table(*rows)]
 
 
 def _tenants(plan: CapacityPlan) -> list[str]:
     if not plan.survey.tenants:
         return []
     # For a tenant, a third, the middle and the end of the table are enough.
-    table = plan.table()
-    columns = sorted({table[len(table) // 3], table[len(table) * 2 // 3], table[-1]})
-    head = "".join(f"{_size(plan.gib(blocks)) + ' GiB':>13}" for blocks in columns)
-    lines = [
-        f"{'tenant':<24} {'requests':>9} {'prompt tokens':>15}{head}   hit rate of its own tokens, cache shared by all"
-    ]
+    capacities = plan.table()
+    columns = sorted({capacities[len(capacities) // 3], capacities[len(capacities) * 2 // 3], capacities[-1]})
+    rows = [("tenant", "requests", "prompt tokens", *(_gib(plan.gib(blocks)) for blocks in columns))]
     for tenant in plan.survey.tenants:
-        rates = "".join(f"{plan.tenant_rate(tenant, blocks):>13.2%}" for blocks in columns)
-        name = tenant.name if len(tenant.name) <= 24 else tenant.name[:21] + "..."
-        lines.append(f"{name:<24} {tenant.requests:>9,} {tenant.prompt_tokens:>15,}{rates}")
-    return lines
+        rates = (f"{plan.tenant_rate(tenant, blocks):.2%}" for blocks in columns)
+        rows.append((f"{tenant.name:.24}", f"{tenant.requests:,}", f"{tenant.prompt_tokens:,}", *rates))
+    return ["hit rate of each tenant's own tokens, cache shared by all", *table(*rows)]
 
 
 def _bar(share: float) -> str:
-    eighths = round(min(max(share, 0.0), 1.0) * _BAR * 8)
-    bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
-    return f"{bar:<{_BAR}}"
+    return f"{'█' * round(_BAR * share):<{_BAR}} {share:>6.1%}"
+
+
+def _gib(value: float) -> str:
+    return f"{_size(value)} GiB"
 
 
 def _size(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _time(seconds: float) -> str:
+def _saves(plan: CapacityPlan) -> str:
+    """The head of a column of times, which is left out without a prefill speed."""
+    return "" if plan.machine.prefill_tokens_per_second is None else "saved per request"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
     return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
 
 
@@ -288,12 +352,10 @@ def _draw_curve(plan: CapacityPlan, axes: Axes, title: str, model: str) -> None:
         label = f"{tenant_label(tenant.name)}, of its own tokens"
         axes.plot(memory, tenant_rates, color=f"C{number}", linewidth=1.2, label=label)
     axes.axhline(ceiling, color=_GREY, linestyle="--", linewidth=1, label=f"unbounded memory: {ceiling:.1f} %")
-    for row in plan.reach() if survey.ceiling_tokens else []:
-        if row["of_ceiling"] in _MARKERS:
-            gib = f"{row['gib']:,.0f}" if row["gib"] >= 10 else f"{row['gib']:.2g}"
-            label = f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB"
-            marker = _MARKERS[row["of_ceiling"]]
-            axes.plot(row["gib"], 100 * row["token_rate"], marker, color=_BLUE, zorder=4, label=label)
+    for share, row in plan.reach().items() if survey.ceiling_tokens else ():
+        if marker := _MARKERS.get(share):
+            label = f"{share:.0%} of the ceiling: {_gib(row.gib)}"
+            axes.plot(row.gib, 100 * row.token_rate, marker, color=_BLUE, zorder=4, label=label)
     device, host = machine.device_blocks or 0, machine.host_blocks
     for name, blocks, style in (("device", device, ":"), ("device + host", device + host if host else 0, "-")):
         if blocks:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import hypot, nan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.changes import Changes
 from kvpool.tools.planner import stack
 from kvpool.tools.planner.stack import BUCKETS, GROUPS, REQUEST_EDGES, SECOND_EDGES, STEPS, UsedBlocks
-from kvpool.tools.replay.content import Request, namespace_digest
+from kvpool.tools.replay.content import Progress, Request, namespace_digest
 
 TENANTS_MAX = 64
 """How many tenants have a curve of their own. Later ones share one curve."""
@@ -28,24 +28,36 @@ BLOCKS_MIN = 4 * GROUPS
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Hits of all capacities at once, exact or estimated from a sample of the blocks. Immutable.
+    """Hits of all capacities at once, exact or estimated from a sample of the blocks.
 
+    Attributes
+    ----------
+    cumulative : numpy.ndarray of int64, shape (n,)
+        Sampled lookups found at a distance up to ``limits[i]``, or up to i if there are no limits.
+    followed : int
+        Sampled lookups.
+    lookups : int
+        All lookups of blocks, sampled or not.
+    sample : float, default 1.0
+        The share of the blocks that is followed.
+    limits : numpy.ndarray of int64, shape (n,), or None
+        The largest distance of each place, ascending.
+    missed : numpy.ndarray of int64, shape (groups, buckets), or None
+        The sampled lookups of each part of the sample that miss at each capacity of ``coarse_limits``.
+
+    Notes
+    -----
     A sample is read by its misses: the misses are scaled up, and the rest of all lookups are hits. This is SHARDS-adj.
     A few blocks carry many of the hits, and it is luck whether the sample has them. But each distinct block misses
-    about once.
+    about once. Immutable, and safe to share between threads.
     """
 
     cumulative: Int64s
-    """[n]: sampled lookups found at a distance up to ``limits[i]``, or up to i if there are no limits."""
     followed: int
-    """Sampled lookups."""
     lookups: int
-    """All lookups of blocks, sampled or not."""
     sample: float = 1.0
     limits: Int64s | None = None
-    """The largest distance of each place, ascending."""
     missed: Int64s | None = None
-    """[groups, len(coarse_limits)]: the sampled lookups of each part of the sample that miss at that capacity."""
 
     @property
     def exact(self) -> bool:
@@ -58,12 +70,35 @@ class Curve:
         return self._hits(len(self.cumulative) - 1)
 
     def hits(self, capacity: int) -> float:
-        """Hits of a cache of ``capacity`` blocks, in blocks. They never fall as the capacity grows."""
+        """Return the hits of a cache, which never fall as the capacity grows.
+
+        Parameters
+        ----------
+        capacity : int
+            Its blocks.
+
+        Returns
+        -------
+        float
+            Blocks.
+        """
         return self._hits(self._place(capacity))
 
     def error(self, capacity: int) -> float:
-        """Standard error of ``hits``, in blocks. 0 if the curve is exact, NaN if there are no parts of the sample.
+        """Return the standard error of ``hits``.
 
+        Parameters
+        ----------
+        capacity : int
+            Blocks of the cache.
+
+        Returns
+        -------
+        float
+            Blocks. 0 if the curve is exact, NaN if there are no parts of the sample.
+
+        Notes
+        -----
         Two things are luck. The first is which lookups are sampled: the differences between the parts of the sample
         show it. The second is how many sampled blocks lie above one in the list. It is the same for all parts, and it
         matters where the curve is steep.
@@ -79,8 +114,18 @@ class Curve:
         return hypot(followed, (self.hits(capacity + shift) - self.hits(max(capacity - shift, 0))) / 2)
 
     def capacity_for(self, hits: float) -> int:
-        """The smallest capacity, in blocks, with at least so many hits. If no capacity has so many, that of the
-        ceiling."""
+        """Return the smallest capacity with at least this many hits.
+
+        Parameters
+        ----------
+        hits : float
+            Blocks. More than the ceiling count as the ceiling.
+
+        Returns
+        -------
+        int
+            Blocks.
+        """
         target = min(hits, self.ceiling)
         if target <= 0:
             return 0
@@ -107,60 +152,108 @@ class Curve:
 
 
 class Prefix(NamedTuple):
-    """A run of blocks of a prompt that is reused together: its tokens from ``start`` on, after all tokens before
-    them."""
+    """A run of blocks of a prompt that is reused together.
+
+    Attributes
+    ----------
+    first_request : int
+        Index of the first request that had it.
+    start : int
+        Tokens of the prompt before it.
+    tokens : int
+        Its tokens.
+    reuses : int
+        Requests that would have found it with unbounded memory.
+    hit_tokens : int
+        Tokens that they would have found.
+    share : float
+        Its share of all hit tokens.
+    """
 
     first_request: int
-    """Index of the first request that had it."""
     start: int
-    """Tokens before it."""
     tokens: int
     reuses: int
-    """Requests that would have found it with unbounded memory."""
     hit_tokens: int
     share: float
-    """Its share of all hit tokens."""
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The prefixes that carry the most reuse, and how reuse is spread over blocks. With a sample, all figures are
-    estimates."""
+    """The prefixes that carry the most reuse, and how reuse is spread over blocks.
+
+    Attributes
+    ----------
+    top : list of Prefix
+        Those with the most hits.
+    reused_blocks : int
+        Distinct blocks that were ever reused.
+    distinct_blocks : int
+        Distinct blocks with a key.
+    blocks_for_half : int
+        The fewest distinct blocks that carry half of the hits.
+    blocks_for_most : int
+        The same for nine tenths of the hits.
+
+    Notes
+    -----
+    With a sample, all figures are estimates.
+    """
 
     top: list[Prefix]
     reused_blocks: int
-    """Distinct blocks that were ever reused."""
     distinct_blocks: int
     blocks_for_half: int
-    """The fewest distinct blocks that carry half of the hits."""
     blocks_for_most: int
-    """The same for nine tenths of the hits."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """What one tenant finds in a cache that all tenants share."""
+    """What one tenant finds in a cache that all tenants share.
+
+    Attributes
+    ----------
+    name : str
+        The value of the column ``tenant``, or else the salt.
+    requests : int
+        Its requests.
+    prompt_tokens : int
+        Tokens of their prompts.
+    curve : Curve
+        The capacities are those of the whole cache. Values below 1 % of a capacity are left out.
+    """
 
     name: str
     requests: int
     prompt_tokens: int
     curve: Curve
-    """The capacities are those of the whole cache. Values below 1 % of a capacity are left out."""
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Reused blocks by the time since their last use: rows (below, count). A row begins where the one before ends; None
-    means without end."""
+    """Reused blocks by the time since their last use.
+
+    Attributes
+    ----------
+    requests : list of (float or None, int)
+        Rows of an upper edge, in requests, and a count. A row begins where the one before ends. None: no edge.
+    seconds : list of (float or None, int)
+        The same in seconds. Empty if the trace has no times.
+    """
 
     requests: list[tuple[float | None, int]]
     seconds: list[tuple[float | None, int]]
-    """Empty if the trace has no times."""
 
     def bars(self) -> tuple[str, list[tuple[str, float]]]:
-        """The histogram to show: what it counts, and for each bar its label and its share of all."""
+        """Return the histogram to show.
+
+        Returns
+        -------
+        tuple of str and list of (str, float)
+            What it counts, and for each bar its label and its share of all.
+        """
         rows, unit, name = (
-            (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,}".format)
+            (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,} requests".format)
         )
         total = sum(count for _, count in rows)
         return unit, [
@@ -170,7 +263,43 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a trace reuses. Blocks are full blocks of ``tokens_per_block`` tokens, except for ``prompt_blocks``."""
+    """What a trace reuses.
+
+    Attributes
+    ----------
+    tokens_per_block : int
+        Tokens of a block. All blocks are full ones, except for ``prompt_blocks``.
+    sample : float
+        The share of the blocks that was followed.
+    requests : int
+        Requests.
+    prompt_tokens : int
+        Tokens of their prompts.
+    output_tokens : int
+        Tokens of their answers.
+    prompt_blocks : int
+        Blocks of all prompts, with last ones that are not full.
+    longest_blocks : int
+        Blocks of the longest request, prompt and answer. A smaller cache cannot run it.
+    distinct_blocks : int
+        Distinct blocks of everything, with answers.
+    curve : Curve
+        Hits of prompts by capacity.
+    tenants : list of Tenant
+        Empty if the trace does not tell tenants apart.
+    gaps : Gaps
+        When reused blocks come back.
+    prefixes : Prefixes
+        What is reused most.
+    uses : Curve
+        Of all blocks that requests use: those looked up, and those that are computed whether they are found or not. Its
+        misses are the blocks that a cache of that capacity takes in.
+    runs : numpy.ndarray of int64, shape (n, 3)
+        A request, a distance, and how many of its lookups one after another were found at that distance and the ones
+        that follow it. Of the sample.
+    seconds : float or None
+        From the first request to the last. None if the trace has no times.
+    """
 
     tokens_per_block: int
     sample: float
@@ -178,26 +307,29 @@ class Survey:
     prompt_tokens: int
     output_tokens: int
     prompt_blocks: int
-    """Blocks of all prompts, with unfull last ones."""
     longest_blocks: int
-    """Blocks of the longest request, prompt and answer. A smaller cache cannot run it."""
     distinct_blocks: int
-    """Distinct blocks of everything, with answers."""
     curve: Curve
     tenants: list[Tenant]
     gaps: Gaps
     prefixes: Prefixes
     uses: Curve
-    """Of all blocks that requests use: those looked up, and those that are computed whether they are found or not. Its
-    misses are the blocks that a cache of that capacity takes in."""
     runs: Int64s
-    """int64[n, 3]: a request, a distance, and how many of its lookups one after another were found at that distance and
-    the ones that follow it. Of the sample."""
     seconds: float | None
-    """From the first request to the last. None if the trace has no times."""
 
     def hit_tokens(self, capacity: int) -> int:
-        """Prompt tokens found by a cache of ``capacity`` blocks."""
+        """Return the number of prompt tokens that a cache finds.
+
+        Parameters
+        ----------
+        capacity : int
+            Its blocks.
+
+        Returns
+        -------
+        int
+            Tokens.
+        """
         return round(self.curve.hits(capacity)) * self.tokens_per_block
 
     @property
@@ -207,35 +339,52 @@ class Survey:
 
 
 class Use(NamedTuple):
-    """One request, by the numbers of its blocks."""
+    """One request, by the numbers of its blocks.
+
+    Attributes
+    ----------
+    request : Request
+        The request.
+    blocks : numpy.ndarray of int32, shape (n,)
+        Those that another request can repeat.
+    prompt : int
+        How many of them, from the first on, are of the prompt. The rest is of the answer.
+    lookups : int
+        How many of them, from the first on, may be found.
+    private : int
+        How many more blocks it fills, which nobody repeats.
+    """
 
     request: Request
     blocks: Int32s
-    """Those that another request can repeat."""
     prompt: int
-    """How many of them, from the first on, are of the prompt. The rest is of the answer."""
     lookups: int
-    """How many of them, from the first on, may be found."""
     private: int
-    """How many more blocks it fills, which nobody repeats."""
 
 
 class Surveyor:
-    """Takes requests in the order of their admission, and returns a survey of all so far.
+    """Take requests in the order of their admission, and survey them.
 
+    Parameters
+    ----------
+    tokens_per_block : int
+        At least 1.
+    sample : float, default 1.0
+        Share of the blocks to follow, 1e-6 to 1.
+    keep : bool, default False
+        Keep what each request uses, in ``uses``. This needs all blocks, and takes 4 bytes for each use of one.
+
+    Raises
+    ------
+    ValueError
+        For an argument out of range.
+
+    Notes
+    -----
     A request touches its blocks once, when it is admitted, its last block first. This gives the order of a pool that
     holds the blocks while the request runs and then releases them tail first, if requests end in order. Only full
     blocks count. The last token of a prompt is never found. An answer takes memory. If the trace has its tokens, the
     next request can find them, since no chat goes on before it has its answer. Namespaces are those of the replay.
-
-    Parameters
-    ----------
-    tokens_per_block
-        At least 1.
-    sample
-        Share of the blocks in the sample, 1e-6 to 1.
-    keep
-        Keep what each request uses, in ``uses``. This needs all blocks, and takes 4 bytes for each use of one.
 
     Memory grows by about 60 bytes for each distinct block in the sample, by 8 bytes for each request, and by 24 for
     each run of blocks that it finds. Contents are distinguished by 64-bit keys. Not thread-safe.
@@ -263,8 +412,20 @@ class Surveyor:
         self._of_tenants = np.zeros((TENANTS_MAX + 1, 4), np.int64)
 
     def record(self, request: Request) -> None:
-        """Record the next request, wholly or, if an exception comes first, not at all. Raises OverflowError for too
-        many distinct blocks, and ValueError for a request with fewer ids than tokens."""
+        """Record the next request, wholly or, if an exception comes first, not at all.
+
+        Parameters
+        ----------
+        request : Request
+            The next one.
+
+        Raises
+        ------
+        ValueError
+            It has fewer ids than tokens.
+        OverflowError
+            There are too many distinct blocks.
+        """
         with self._changes:
             self._record(request)
 
@@ -314,10 +475,17 @@ class Surveyor:
         return self._seeds[namespace]
 
     def survey(self) -> Survey:
-        """Return the figures of all requests so far. Call it once, as the last call: the result takes over the
-        histograms.
+        """Return the figures of all requests so far.
 
-        Raises ValueError if a sample has fewer than ``BLOCKS_MIN`` distinct blocks.
+        Returns
+        -------
+        Survey
+            The figures. It takes over the histograms, so this is the last call.
+
+        Raises
+        ------
+        ValueError
+            A sample has fewer than 128 distinct blocks.
         """
         tables, requests = self.tables, self.requests
         blocks, live, used_blocks, runs = tables.counts[[stack.BLOCKS, stack.LIVE, stack.USED, stack.RUNS]].tolist()
@@ -380,15 +548,37 @@ def survey_of(
     *,
     tokens_per_block: int = 16,
     sample: float = 1.0,
-    progress: Callable[[int], Any] | None = None,
+    progress: Progress = lambda count: None,
 ) -> Survey:
-    """Survey requests, which are read once. ``progress`` is called with 1 after each. Arguments and errors are those of
-    `Surveyor`."""
+    """Survey requests.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+        The requests in the order of their admission. They are read once.
+    tokens_per_block : int, default 16
+        At least 1.
+    sample : float, default 1.0
+        Share of the blocks to follow, 1e-6 to 1.
+    progress : callable
+        Called with 1 after each request.
+
+    Returns
+    -------
+    Survey
+        What they reuse.
+
+    Raises
+    ------
+    ValueError
+        As by `Surveyor`.
+    OverflowError
+        As by `Surveyor.record`.
+    """
     surveyor = Surveyor(tokens_per_block, sample)
     for request in requests:
         surveyor.record(request)
-        if progress is not None:
-            progress(1)
+        progress(1)
     return surveyor.survey()
 
 

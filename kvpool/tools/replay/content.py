@@ -4,10 +4,10 @@ keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ VOCABULARY = 128_000
 OUTPUT_ORIGIN = 1 << 50
 OUTPUT_STRIDE = 1 << 20
 """The distance between the counters of two requests' outputs. Longer outputs would repeat those of other requests."""
+
+Progress: TypeAlias = Callable[[int], bool | None]
+"""Called with the number of requests just done, such as ``update`` of a bar of tqdm."""
 
 
 def ranges(starts: Int64s, counts: Int64s) -> Int64s:
@@ -78,10 +81,44 @@ def expand_output(index: int, length: int) -> Int32s:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One request of a trace: lengths in tokens, and either ids to expand or explicit tokens.
+    """One request of a trace.
 
-    `index` counts requests from 0 and seeds the output. `line` counts lines of the file from 1; it is 0 if there is no
-    file. `outputs` is None if the trace gives only the length of the answer.
+    Parameters
+    ----------
+    index : int
+        Counts requests from 0, and seeds the output.
+    line : int
+        Its line in the file, from 1. 0 without a file.
+    input_length : int
+        Tokens of the prompt.
+    output_length : int
+        Tokens of the answer.
+    hash_ids : numpy.ndarray of uint64, shape (n,), or None, default None
+        Ids of which each stands for ``tokens_per_id`` tokens of the prompt.
+    tokens_per_id : int, default 0
+        Tokens of an id.
+    tokens : numpy.ndarray of int32, shape (input_length,), or None, default None
+        The prompt itself, instead of ids.
+    outputs : numpy.ndarray of int32, shape (output_length,), or None, default None
+        The answer. None if the trace gives only its length.
+    salt : str or None, default None
+        The salt of its namespace.
+    adapter_id : int, str or None, default None
+        The adapter of its namespace.
+    tenant : str or None, default None
+        The owner of the request, if the trace names one. It separates figures, but not content.
+    timestamp : float or None, default None
+        The time of arrival in seconds.
+    seconds : float or None, default None
+        How long it runs, if that is known. It is released when the first request comes that arrives later.
+    stop : str, default ""
+        Why the model stopped, if the trace has it.
+    returns : float or None, default None
+        The arrival of the next request of its session, if sessions are played; infinite if there is none.
+    session : int or None, default None
+        The number of its session, if sessions are played.
+    file : str, default ""
+        Its file, if the trace is a folder.
     """
 
     index: int
@@ -95,19 +132,12 @@ class Request:
     salt: str | None = None
     adapter_id: int | str | None = None
     tenant: str | None = None
-    """The owner of the request, if the trace names one. It separates figures, but not content."""
     timestamp: float | None = None
-    """The time of arrival in seconds."""
     seconds: float | None = None
-    """How long it runs, if that is known. It is released when the first request comes that arrives later."""
     stop: str = ""
-    """Why the model stopped, if the trace says it."""
     returns: float | None = None
-    """The arrival of the next request of its session, if sessions are played; infinite if there is none."""
     session: int | None = None
-    """The number of its session, if sessions are played."""
     file: str = ""
-    """Its file, if the trace is a folder."""
 
     @property
     def name(self) -> str:
@@ -121,7 +151,18 @@ class Request:
         return self.input_length + self.output_length
 
     def cut(self, tokens: int) -> Request:
-        """The request, cut to `tokens`: its answer to half of them and its prompt to the rest, if these are longer."""
+        """Return the request, cut to a number of tokens.
+
+        Parameters
+        ----------
+        tokens : int
+            Its answer is cut to half of them, and its prompt to the rest, if these are longer.
+
+        Returns
+        -------
+        Request
+            A request of at most so many tokens.
+        """
         output_length = min(self.output_length, tokens // 2)
         input_length = min(self.input_length, tokens - output_length)
         return replace(
@@ -133,14 +174,26 @@ class Request:
         )
 
     def prompt(self) -> Int32s:
-        """Return the prompt, ``int32[input_length]``."""
+        """Return the tokens of the prompt.
+
+        Returns
+        -------
+        numpy.ndarray of int32, shape (input_length,)
+            Those of the trace, or those that its ids stand for.
+        """
         if self.tokens is not None:
             return self.tokens
         assert self.hash_ids is not None
         return expand_ids(self.hash_ids, self.input_length, self.tokens_per_id)
 
     def output(self) -> Int32s:
-        """Return the answer, ``int32[output_length]``."""
+        """Return the tokens of the answer.
+
+        Returns
+        -------
+        numpy.ndarray of int32, shape (output_length,)
+            Those of the trace, or others that no other request has.
+        """
         if self.outputs is not None:
             return self.outputs
         return expand_output(self.index, self.output_length)

@@ -21,7 +21,7 @@ from kvpool.device.sim import SimDevice
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.arrays import PolicyName
 from kvpool.storage import Store
-from kvpool.tools.replay.content import Request, States, token_states
+from kvpool.tools.replay.content import Progress, Request, States, token_states
 from kvpool.tools.replay.storing import Storing
 from kvpool.tools.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
 from kvpool.tools.replay.traces import Trace
@@ -129,30 +129,56 @@ def _drain(request: Request, done: dict[int, int], tokens_per_block: int) -> Ite
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """How a trace is replayed: the pool's shape, the window, and whether bytes are verified."""
+    """How a trace is replayed.
+
+    Parameters
+    ----------
+    layout : BlockLayout
+        A block.
+    device_blocks : int
+        Blocks of the device tier, at least 1.
+    host_blocks : int, default 0
+        Blocks of the host tier.
+    active : int, default 64
+        The most requests that run at the same time.
+    partial : bool, default True
+        Reuse parts of blocks.
+    device : {"auto", "cpu", "cuda", "sim"}, default "auto"
+        What holds and copies the blocks.
+    policy : {"lru", "reuse", "agent", "adaptive"}, default "lru"
+        Which cached block goes next, as `KVCacheManager` takes it.
+    verify : bool, default False
+        Write the KV bytes of every token, and compare them at every reuse, copy and release.
+    seed : int, default 0
+        The seed of the sim device's schedule.
+    progress : float, default 0.5
+        How early the sim device works, from 0 (as late as it may) to 1 (at once).
+    events : int, default 0
+        The number of events that the pool keeps for its readers.
+    store : Store or None, default None
+        Where blocks are saved, and loaded from before each admission. The replay opens and closes it.
+    store_wait : float, default 10.0
+        How many seconds the replay waits for saves, and for loads, before each admission and at the end.
+
+    Raises
+    ------
+    ValueError
+        For an argument out of range, and for a store without a host tier or with the sim device.
+    """
 
     layout: BlockLayout
     device_blocks: int
     host_blocks: int = 0
     active: int = 64
-    """The most requests that run at the same time."""
     partial: bool = True
-    """Reuse parts of blocks."""
     device: str = "auto"
     policy: PolicyName = "lru"
-    """Which cached block goes next, as ``KVCacheManager`` takes it."""
     verify: bool = False
-    """Write the KV bytes of every token, and compare them at every reuse, copy and release."""
     seed: int = 0
-    """The seed of the `sim` device's schedule."""
     progress: float = 0.5
-    """How early the `sim` device works, from 0 (as late as it may) to 1 (at once)."""
     events: int = 0
-    """The number of events that the pool keeps for its readers."""
     store: Store | None = None
-    """Where blocks are saved, and loaded from before each admission. It is opened and closed by the replay."""
     store_wait: float = 10.0
-    """How many seconds the replay waits for saves, and for loads, before each admission and at the end."""
 
     def __post_init__(self) -> None:
         if self.store is not None and self.device == "sim":
@@ -200,9 +226,9 @@ class Replay(Closing):
     Not thread-safe.
     """
 
-    def __init__(self, trace: Trace, config: ReplayConfig, *, progress: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, trace: Trace, config: ReplayConfig, *, progress: Progress = lambda count: None) -> None:
         self.trace, self.config = trace, config
-        self._progress = progress or (lambda count: None)
+        self._progress = progress
         self._size = config.layout.tokens_per_block
         longest = [r.length for r in trace.requests if worst_blocks(r, self._size) <= config.device_blocks]
         sim = config.device == "sim"

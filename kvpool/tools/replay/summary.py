@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from textwrap import wrap
@@ -157,7 +157,7 @@ class Summary:
         }
         if self.interrupted:
             rows["replay"].append(f"interrupted after {self.requests:,} of {self.planned:,} requests")
-        return aligned(rows).replace("\xa0", " ")
+        return "\n".join(aligned(rows)).replace("\xa0", " ")
 
     def _skipped(self) -> list[str]:
         count = len(self.skipped)
@@ -190,10 +190,17 @@ def _store_lines(stored: Stored, hits: int) -> list[str]:
     ]
 
 
-def aligned(rows: Mapping[str, Iterable[str]]) -> str:
-    """Lines of text, each behind what it is about, which is said once. What has no line is left out."""
-    lines = [("" if place else name, line) for name, texts in rows.items() for place, line in enumerate(texts)]
-    return "\n".join(f"{name:<9} {line}".rstrip() for name, line in lines)
+def aligned(rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return lines of text, the first of each group after its name. A group without lines is left out."""
+    return [f"{'' if place else name:<9} {line}" for name, lines in rows.items() for place, line in enumerate(lines)]
+
+
+def table(*rows: Sequence[str]) -> list[str]:
+    """Return rows of cells as lines with right-aligned columns. A column of empty cells is left out."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip() for row in rows
+    ]
 
 
 def _counts(counts: dict[str, int]) -> str:

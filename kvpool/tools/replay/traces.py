@@ -47,7 +47,17 @@ _PACKERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 
 
 class TraceError(ValueError):
-    """A trace cannot be replayed. Attributes: `path`, `line` (from 1; 0 for the whole file) and `reason`."""
+    """Raised for a trace that cannot be read.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    line : int
+        From 1; 0 for the whole file.
+    reason : str
+        What is wrong.
+    """
 
     def __init__(self, path: str, line: int, reason: str) -> None:
         self.path, self.line, self.reason = path, line, reason
@@ -149,14 +159,35 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A trace in memory: its source, its format, and its requests in file order."""
+    """A trace in memory.
+
+    Parameters
+    ----------
+    name : str
+        Its source.
+    format : str
+        Its format.
+    requests : list of Request
+        Its requests in the order of the file, or in which users make them.
+    """
 
     name: str
     format: str
     requests: list[Request]
 
     def cut(self, tokens: int) -> Trace:
-        """The trace, with every request cut to at most `tokens` tokens."""
+        """Return the trace with every request cut.
+
+        Parameters
+        ----------
+        tokens : int
+            The most tokens of a request.
+
+        Returns
+        -------
+        Trace
+            Another trace of the same name.
+        """
         return Trace(self.name, self.format, [request.cut(tokens) for request in self.requests])
 
 
@@ -172,19 +203,26 @@ def read_trace(
 
     Parameters
     ----------
-    path
+    path : str
         File name, or ``-``. It has one request or one session a line. A folder has one session in each ``*.json``.
-    format
-        One of `FORMATS`, or "auto": the columns of the first request decide.
-    limit
+    format : {"auto", "mooncake", "qwen", "native", "agents"}, default "auto"
+        With ``"auto"``, the columns of the first request decide.
+    limit : int or None, default None
         Read this many requests at most. Later lines are not read.
-    users
+    users : int or None, default None
         How many users play the sessions of agents (None: 32).
-    pause_max
+    pause_max : float or None, default None
         The longest pause of such a user, in seconds (None: 60).
+
+    Returns
+    -------
+    Trace
+        At least one request.
 
     Raises
     ------
+    ValueError
+        For an unknown format or a limit below 1.
     TraceError
         The file cannot be read, has no request, or has a line that is wrong. The error names file, line and reason.
         Or it has no sessions, although ``users`` or ``pause_max`` says how they are played.
@@ -201,8 +239,32 @@ def stream_trace(
     users: int | None = None,
     pause_max: float | None = None,
 ) -> Iterator[tuple[str, Request]]:
-    """Yield the format and the request of each line of a trace while it is read. Sessions are all read first, and their
-    requests come in the order in which `play` makes them. Arguments and errors are those of `read_trace`."""
+    """Yield the requests of a trace while it is read.
+
+    Parameters
+    ----------
+    path : str
+        As for `read_trace`.
+    format : {"auto", "mooncake", "qwen", "native", "agents"}, default "auto"
+        As for `read_trace`.
+    limit : int or None, default None
+        As for `read_trace`.
+    users : int or None, default None
+        As for `read_trace`.
+    pause_max : float or None, default None
+        As for `read_trace`.
+
+    Yields
+    ------
+    tuple of str and Request
+        The format, and a request. Sessions are all read first, and their requests come in the order in which users make
+        them.
+
+    Raises
+    ------
+    ValueError, TraceError
+        As by `read_trace`.
+    """
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of auto, {', '.join(FORMATS)}")
     if limit is not None and limit < 1:
@@ -429,16 +491,30 @@ class _Chat:
 
 
 def synthetic(requests: int = REQUESTS, *, seed: int = 0) -> Trace:
-    """Return a trace of `requests` requests with explicit tokens, the same for the same arguments on every machine.
+    """Return a generated trace, the same for the same arguments on every machine.
 
-    A chat starts with one of a few system prompts. Each turn repeats everything before it, including the model's
-    answers, and adds a question. Now and then a question is asked again with another ending. Some tenants have a salt,
-    and some chats have an adapter.
+    Parameters
+    ----------
+    requests : int, default 600
+        How many requests, at least 1.
+    seed : int, default 0
+        At least 0.
+
+    Returns
+    -------
+    Trace
+        Requests with explicit tokens.
 
     Raises
     ------
     ValueError
-        `requests` is not at least 1, or `seed` is negative.
+        For an argument out of range.
+
+    Notes
+    -----
+    A chat starts with one of a few system prompts. Each turn repeats everything before it, including the model's
+    answers, and adds a question. Now and then a question is asked again with another ending. Some tenants have a salt,
+    and some chats have an adapter.
     """
     if requests < 1:
         raise ValueError(f"requests {requests} is not at least 1")
