@@ -140,17 +140,3 @@ def test_no_time_no_rate_and_no_store_is_made_up(tmp_path: Path, capsys: pytest.
     assert row["read_bytes_per_second"] is row["written_bytes_per_second"] is row["saved_seconds_per_request"] is None
     assert main([*arguments[:-1], "--store"]) == 0
     assert " GB " in capsys.readouterr().out
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("save", ["commit", "evict"])
-def test_the_chart_has_a_panel_of_the_store(save: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
-    path = tmp_path / "plan.svg"
-    arguments = ["plan", "--limit", "60", "--device-blocks", "1000", "--plot", str(path)]
-    assert main([*arguments, "--store-capacity", "8GiB", "--store-save", save]) == 0
-    assert all(
-        text in path.read_text() for text in (f"save={save}", "tiers alone", "What a store behind the tiers adds")
-    )
-    assert main(arguments) == 0
-    assert "What a store" not in path.read_text()

@@ -206,7 +206,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert caught.value.line > 1
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"tokens": [1], "salt": "\xe9"}\n')
-    with pytest.raises(TraceError, match="line 1: not UTF-8"):
+    with pytest.raises(TraceError, match="line 1: not JSON: 'utf-8' codec"):
         read_trace(str(latin))
 
 

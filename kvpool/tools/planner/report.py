@@ -10,8 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvpool.tools.planner.capacity_plan import CapacityPlan, StorePlan
 from kvpool.tools.planner.policies import MIN, ORACLE, PolicyTable
 from kvpool.tools.replay.summary import aligned, table
@@ -309,23 +307,16 @@ def draw(plan: CapacityPlan, path: Path, title: str, model: str, text: str) -> N
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool"}):
-        store = plan.store()
-        heights = [3, 0.5, 1.25]
-        if store is not None:
-            heights.append(1.75)
-        if plan.policies is not None:
-            heights.append(2.25)
+        heights = [3, 0.5, 1.25] if plan.policies is None else [3, 0.5, 1.25, 2.25]
         figure = Figure(figsize=(10, 1.9 * sum(heights)), layout="constrained")
-        curve, names, gaps, *behind = figure.subplots(len(heights), 1, height_ratios=heights)
+        curve, names, gaps, *last = figure.subplots(len(heights), 1, height_ratios=heights)
         _draw_curve(plan, curve, title, model)
         # No label lies in the plot, so that none lies on a curve.
         names.axis("off")
         names.legend(*curve.get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
         _draw_gaps(plan, gaps)
-        if store is not None:
-            _draw_store(plan, store, behind.pop(0))
         if plan.policies is not None:
-            _draw_policies(plan, plan.policies, behind.pop(0))
+            _draw_policies(plan, plan.policies, last[0])
         if path.suffix == ".png":
             figure.savefig(path, dpi=150)
             return
@@ -383,31 +374,14 @@ def _draw_gaps(plan: CapacityPlan, axes: Axes) -> None:
     axes.grid(alpha=0.25, axis="y")
 
 
-def _draw_store(plan: CapacityPlan, store: StorePlan, axes: Axes) -> None:
-    tokens, size = max(plan.survey.prompt_tokens, 1), plan.survey.tokens_per_block
-    tiers, ceiling = 100 * plan.rate(store.tier_blocks), 100 * plan.survey.ceiling_tokens / tokens
-    table = store.table()
-    capacities = np.unique(np.geomspace(max(table[0] // 2, 1), table[-1] + 1, 128).astype(np.int64)).tolist()
-    memory = [plan.gib(capacity) for capacity in capacities]
-    axes.plot(memory, [tiers + 100 * store.hits(capacity) * size / tokens for capacity in capacities], color=_BLUE)
-    axes.axhline(tiers, color=_GREY, linewidth=1, label="tiers alone")
-    axes.axhline(ceiling, color=_GREY, linewidth=1, linestyle="--", label="unbounded")
-    if store.store.capacity:
-        axes.axvline(plan.gib(store.store.capacity), color=_ORANGE, linewidth=1)
-    axes.set(xlabel="store, GiB", ylabel="found in tiers or store, %")
-    axes.set_title(f"What a store behind the tiers adds (save={store.store.save})", loc="left")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    _over_memory(axes)
-
-
-def _draw_policies(plan: CapacityPlan, table: PolicyTable, axes: Axes) -> None:
-    memory = [plan.gib(blocks) for blocks in table.capacities]
-    for name in table.hits:
-        style = "-" if name in table.as_lru else "--" if name in (MIN, ORACLE) else ":"
-        rates = [100 * table.rate(name, place) for place in range(len(memory))]
+def _draw_policies(plan: CapacityPlan, policies: PolicyTable, axes: Axes) -> None:
+    memory = [plan.gib(blocks) for blocks in policies.capacities]
+    for name in policies.hits:
+        style = "-" if name in policies.as_lru else "--" if name in (MIN, ORACLE) else ":"
+        rates = [100 * policies.rate(name, place) for place in range(len(memory))]
         axes.plot(memory, rates, style, marker="o", markersize=3, label=name)
     axes.set(xlabel="device memory, GiB", ylabel="blocks found, %")
-    axes.set_title(f"What a policy finds (the engine says {table.said})", loc="left")
+    axes.set_title(f"What a policy finds (the engine says {policies.said})", loc="left")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     _over_memory(axes)
 

@@ -43,16 +43,6 @@ mixed = jit(mix)
 """A 64-bit number scrambled, one to one."""
 
 
-@jit
-def _write_tokens(tokens, ids, tokens_per_id):  # type: ignore[no-untyped-def]
-    """Write the tokens that ids stand for, ``tokens_per_id`` each, as far as ``tokens`` goes."""
-    for first in range(0, len(tokens), tokens_per_id):
-        counter = ids[first // tokens_per_id] * np.uint64(tokens_per_id)
-        for place in range(first, min(first + tokens_per_id, len(tokens))):
-            tokens[place] = np.int32(mixed(counter) % np.uint64(VOCABULARY))
-            counter += np.uint64(1)
-
-
 def _tokens_at(counters: Uint64s) -> Int32s:
     return (mix(counters) % np.uint64(VOCABULARY)).astype(np.int32)
 
@@ -68,9 +58,8 @@ def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> Int3
     ids: Uint64s = np.ascontiguousarray(hash_ids, dtype=np.uint64)
     if ids.size * tokens_per_id < length:
         raise ValueError(f"{ids.size} ids of {tokens_per_id} tokens do not cover {length} tokens")
-    tokens = np.empty(length, np.int32)
-    _write_tokens(tokens, ids, tokens_per_id)
-    return tokens
+    counters = ids[:, None] * np.uint64(tokens_per_id) + np.arange(tokens_per_id, dtype=np.uint64)
+    return _tokens_at(counters.reshape(-1)[:length])
 
 
 def expand_output(index: int, length: int) -> Int32s:

@@ -69,8 +69,6 @@ def parse(path: str, line: int, text: bytes) -> Row:
     """The columns of an object that begins in this line. Raises TraceError."""
     try:
         columns = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise TraceError(path, line, f"not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
         raise TraceError(
             path, line + error.lineno - 1, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
@@ -351,10 +349,6 @@ def _id_request(format: str, row: Row, index: int) -> Request:
     timestamp = row.seconds("timestamp") / ticks
     input_length = row.integer("input_length", 1, INT32_MAX)
     output_length = row.integer("output_length", 0, OUTPUT_STRIDE)
-    if format == "qwen":
-        for column in ("chat_id", "parent_chat_id", "turn"):
-            row.integer(column, -1, 2**63 - 1, default=0)
-        row.text("type")
     # A larger id would wrap around, and give the tokens of another id.
     ids = row.integers("hash_ids", 2**64 // tokens_per_id - 1, np.uint64)
     if len(ids) * tokens_per_id < input_length:

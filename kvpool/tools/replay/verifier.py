@@ -183,7 +183,7 @@ class Verifier:
                 difference = memory.check(states[mine], blocks[mine] - origin, tokens[mine])
                 if difference is not None:
                     block = int(blocks[mine[difference.row]])
-                    raise self._error(tier, block, difference, complaint(block), context)
+                    raise _error(tier, block, complaint(block), context, difference)
 
         return check
 
@@ -206,18 +206,19 @@ class Verifier:
 
     def _fail(self, block: int, tier: str, token: int, complaint: str) -> None:
         """Keep the failure of a block that has no bytes to show."""
-        message = f"{tier} block {block}, token {token}, {self.context}: {complaint}"
-        failure = VerificationError(message, block=block, tier=tier, token=token, layer=None, plane=None)
-        self.failure = self.failure or failure
+        self.failure = self.failure or _error(tier, block, complaint, self.context, token=token)
 
-    def _error(self, tier: str, block: int, difference: Difference, complaint: str, context: str) -> VerificationError:
-        token = difference.token
-        layer = difference.layer
-        plane = difference.plane
+
+def _error(
+    tier: str, block: int, complaint: str, context: str, difference: Difference | None = None, token: int = 0
+) -> VerificationError:
+    layer = plane = None
+    if difference is not None:
+        token, layer, plane = difference.token, difference.layer, difference.plane
         values = f"found {difference.found:#x}, expected {difference.expected:#x}"
-        place = f"layer {layer}, plane {plane}, head {difference.head}: {values}"
-        message = f"{tier} block {block}, token {token}, {context}: {complaint} ({place})"
-        return VerificationError(message, block=block, tier=tier, token=token, layer=layer, plane=plane)
+        complaint += f" (layer {layer}, plane {plane}, head {difference.head}: {values})"
+    message = f"{tier} block {block}, token {token}, {context}: {complaint}"
+    return VerificationError(message, block=block, tier=tier, token=token, layer=layer, plane=plane)
 
 
 class Image:
