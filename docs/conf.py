@@ -41,6 +41,8 @@ pygments_style, pygments_dark_style = "friendly", "monokai"
 html_show_copyright, html_copy_source, html_show_sphinx = False, False, False
 add_module_names = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+# Engines that a plug-in imports. Its page needs none of them.
+autodoc_mock_imports = ["mlx", "mlx_lm", "xllamacpp"]
 autodoc_typehints, autodoc_typehints_format = "signature", "short"
 python_maximum_signature_line_length = 70
 napoleon_google_docstring = False

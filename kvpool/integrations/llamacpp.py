@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from kvpool.integrations.llamacpp_settings import (
     loaded_adapters,
 )
 from kvpool.integrations.local import LocalBlocks, state_keys
-from kvpool.integrations.options import LLAMACPP, UNNAMED, files_digest
+from kvpool.integrations.options import LLAMACPP, UNNAMED, LocalOptions, files_digest
 
 with LLAMACPP.imports():
     import xllamacpp
@@ -76,20 +76,31 @@ Tokens = Int64s
 
 @dataclass(frozen=True)
 class PrefixCacheStats:
-    """Totals since a prefix cache was made, and what is in memory."""
+    """Totals since a prefix cache was made, and what is in memory.
+
+    Attributes
+    ----------
+    prompt_tokens : int
+        Tokens of all prompts.
+    reused_tokens : int
+        Tokens of prompts that llama.cpp did not compute, as it reports itself.
+    restored : int
+        States that were put into a slot.
+    kept : int
+        States that were taken from a slot.
+    nbytes : int
+        Bytes of states in memory.
+    skipped : dict of str to int
+        States that were not kept, or not used, by reason: "crowded" (no room), "gone" (a part has left), "refused" (by
+        llama.cpp).
+    """
 
     prompt_tokens: int
     reused_tokens: int
-    """tokens of prompts that llama.cpp did not compute, as it says itself"""
     restored: int
-    """states that were put into a slot"""
     kept: int
-    """states that were taken from a slot"""
     nbytes: int
-    """bytes of states in memory"""
     skipped: dict[str, int]
-    """states that were not kept, or not used, by reason: "crowded" (no room), "gone" (a part has left), "refused" (by
-    llama.cpp)"""
 
 
 class _Kept(NamedTuple):
@@ -105,17 +116,16 @@ class PrefixCache(Closing):
 
     Parameters
     ----------
-    params
-        ``xllamacpp.CommonParams`` with the model and its context. Its slots are this object's: ``slot_save_path``,
+    params : xllamacpp.CommonParams
+        The parameters with the model and its context. Its slots are this object's: ``slot_save_path``,
         ``api_keys``, ``port``, ``endpoint_slots`` and ``cache_ram_mib`` are set here.
-    min_tokens
+    min_tokens : int, default 64
         A prompt with fewer tokens is not kept. A common beginning with an earlier prompt is kept by itself if it has at
         least this many.
-    piece_bytes
+    piece_bytes : int, default 1 MiB
         A state is kept in pieces of this many bytes.
-    options
-        ``host_bytes``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
-        ``options.LLAMACPP`` takes. ``{part}`` in the text of a store stands for a name of the model.
+    **options : LocalOptions
+        ``host_bytes``, and optionally others.
 
     Raises
     ------
@@ -132,7 +142,9 @@ class PrefixCache(Closing):
     computed.
     """
 
-    def __init__(self, params: Any, *, min_tokens: int = 64, piece_bytes: int = 1 << 20, **options: Any) -> None:
+    def __init__(
+        self, params: Any, *, min_tokens: int = 64, piece_bytes: int = 1 << 20, **options: Unpack[LocalOptions]
+    ) -> None:
         settings = LLAMACPP.read(options)
         check_start(params)
         self._least = integer_argument("min_tokens", min_tokens, 1, 1 << 30)
@@ -182,12 +194,17 @@ class PrefixCache(Closing):
 
         Parameters
         ----------
-        prompt
+        prompt : str or sequence of int
             A text, or tokens.
-        settings
+        **settings : Any
             llama.cpp's own, such as ``n_predict=100``: those that are known to leave KV as it is, and ``lora``, a list
             of adapters with ``id`` and ``scale``. Adapters that it does not list are not applied. Without it, those of
             the start are applied; none, with ``lora_init_without_apply``.
+
+        Returns
+        -------
+        dict of str to Any
+            The answer, such as ``content`` and ``timings``.
 
         Raises
         ------
@@ -219,19 +236,55 @@ class PrefixCache(Closing):
             return answer
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> dict[str, Any]:
-        """``complete`` for the messages of a conversation, by the model's template. Their content is text."""
+        """Call ``complete`` with the messages of a conversation, by the model's template.
+
+        Parameters
+        ----------
+        messages : sequence of dict
+            With ``role`` and ``content``, which is text.
+        **settings : Any
+            As for ``complete``.
+
+        Returns
+        -------
+        dict of str to Any
+            As ``complete`` returns it.
+
+        Raises
+        ------
+        TypeError, ValueError, OSError, PoolClosed
+            As by ``complete``, and for a message with anything but text.
+        """
         self._adapters.replaced(settings.get(LORA))
         checked_settings(settings)
         check_messages(messages)
         return self.complete(str(self._post("/apply-template", {"messages": list(messages)})["prompt"]), **settings)
 
     def tokens(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the model puts before it."""
+        """Return the tokens of a text, with those that the model puts before it.
+
+        Parameters
+        ----------
+        text : str
+            The text.
+
+        Returns
+        -------
+        list of int
+            Ids of tokens.
+        """
         asked = {"content": text, "add_special": True, "parse_special": True}
         token_ids: list[int] = self._post("/tokenize", asked)["tokens"]
         return token_ids
 
     def stats(self) -> PrefixCacheStats:
+        """Return totals since the prefix cache was made.
+
+        Returns
+        -------
+        PrefixCacheStats
+            The figures.
+        """
         with self._lock:
             skipped = {name: count for name, count in self._blocks.skipped.items() if count}
             nbytes = self._blocks.used * self._blocks.block_bytes
@@ -244,13 +297,28 @@ class PrefixCache(Closing):
             self._recent.clear()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all states are saved, at most ``timeout`` seconds. Returns whether they are."""
+        """Wait until all states are saved.
+
+        Parameters
+        ----------
+        timeout : float
+            The most seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether all are saved.
+        """
         with self._lock:
             return self._blocks.drain(timeout)
 
     def close(self) -> None:
-        """End llama.cpp once its completions have ended, close the stores and free the memory. What is being saved is
-        given up: call ``drain`` before."""
+        """End llama.cpp once its completions have ended, close the stores and free the memory.
+
+        Notes
+        -----
+        What is being saved is given up: call ``drain`` before.
+        """
         if self._closed:
             return
         for _ in self._held:

@@ -114,9 +114,8 @@ class _TaskThread:
 class KVPoolL2Adapter(L2AdapterInterface):
     """LMCache's objects in a store. Thread-safe: LMCache calls it from its controllers' threads.
 
-    Its options are in ``adapter_params``: ``stores`` and ``weights``, and optionally others that ``options.LMCACHE``
-    takes. ``{part}`` in ``stores`` stands for the size of the objects. Objects whose type of elements is not known are
-    neither kept nor found.
+    Its options are in ``adapter_params``: those of `StagedOptions`. ``{part}`` in ``stores`` stands for the size of the
+    objects. Objects whose type of elements is not known are neither kept nor found.
 
     No call waits for the store, but ``delete`` and ``close``. A task ends at most ``find_seconds``, ``load_seconds`` or
     ``save_seconds`` after its thread has begun with it. What fails is an object that is not there; nothing is raised.

@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kvpool.common.process import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.integrations.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
-from kvpool.integrations.options import MLX, UNNAMED, files_digest
+from kvpool.integrations.options import MLX, UNNAMED, PromptCacheOptions, files_digest
 from kvpool.pool.explain import Missed
 
 with MLX.imports():
@@ -46,16 +46,23 @@ Models = Callable[[], Sequence[Any]]
 
 @dataclass(frozen=True)
 class PromptCacheStats:
-    """Totals since a prompt cache was made."""
+    """Totals since a prompt cache was made.
+
+    Attributes
+    ----------
+    asked_tokens : int
+        Tokens of all prompts that were looked up.
+    reused_tokens : int
+        Tokens of these whose KV was handed out.
+    skipped : dict of str to int
+        Caches that were not kept as a whole, by reason: "crowded" (no room), "batched" (of several sequences),
+        "unknown" (of another model or layout), "ahead" (a state of more tokens than were named), and snapshots that
+        were not used: "gone" (a part of it has left), "damaged" (not a snapshot of these layers).
+    """
 
     asked_tokens: int
-    """of all prompts that were looked up"""
     reused_tokens: int
-    """tokens of these whose KV was handed out"""
     skipped: dict[str, int]
-    """caches that were not kept as a whole, by reason: "crowded" (no room), "batched" (of several sequences), "unknown"
-    (of another model or layout), "ahead" (a state of more tokens than were named), and snapshots that were not used:
-    "gone" (a part of it has left), "damaged" (not a snapshot of these layers)"""
 
 
 class _Part(NamedTuple):
@@ -239,16 +246,19 @@ class PromptCache(Closing):
 
     Parameters
     ----------
-    models
+    models : mlx.nn.Module or callable
         The model, or a callable that gives the models whose caches are handed over together: the model, and a draft
         model if there is one. It is called when a new model is named.
-    tokens_per_block
+    tokens_per_block : int, default 64
         Tokens of a block.
-    kv_bits, kv_group_size, quantized_kv_start
+    kv_bits : int or None, default None
         As for mlx-lm, if caches may be quantised.
-    options
-        ``host_bytes``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
-        ``options.MLX`` takes. ``{part}`` in the text of a store stands for a name of the model and its layout.
+    kv_group_size : int, default 64
+        As for mlx-lm.
+    quantized_kv_start : int, default 0
+        As for mlx-lm.
+    **options : PromptCacheOptions
+        ``host_bytes``, and optionally others.
 
     Raises
     ------
@@ -274,7 +284,7 @@ class PromptCache(Closing):
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         quantized_kv_start: int = 0,
-        **options: Any,
+        **options: Unpack[PromptCacheOptions],
     ) -> None:
         self._models: Models = models if callable(models) and not hasattr(models, "layers") else lambda: [models]
         self._tokens = integer_argument("tokens_per_block", tokens_per_block, 1, 1 << 16)

@@ -9,11 +9,11 @@ import importlib.metadata
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Required, TypedDict
 
 import kvpool
 from kvpool.common.sizes import parse_size
@@ -46,6 +46,133 @@ class ElementType(Protocol):
 
     @property
     def itemsize(self) -> int: ...
+
+
+class LocalOptions(TypedDict, total=False):
+    """The options of a plug-in that keeps prompts in host memory, such as that for llama.cpp.
+
+    Attributes
+    ----------
+    host_bytes : int or str
+        Host memory for all prompts: bytes, or text such as ``"8GiB"``. Required.
+    stores : str or sequence of str
+        Stores behind it, such as ``"disk:/var/kv?capacity=100GiB"``, the nearest first. ``{part}`` is a name of the
+        model and its layout. Default: none.
+    weights : str or None
+        A text that identifies the model's weights, such as a revision or a digest. Without it, the model's files do.
+    save : {"commit", "reuse"}
+        Save a block when it has its content (default), or when it is used again.
+    load_share : float
+        The share of the host memory that blocks from stores may take. Default: 0.5.
+    save_share : float
+        The share that blocks may take that are being saved. Default: 0.25.
+    load_seconds : float
+        How long to wait for a store to find and load. Default: 5; 2 with vLLM.
+    save_seconds : float
+        How long to wait for a store to save. Default: 60.
+    retry_seconds : float
+        For this long a block that did not come is not requested again. Default: 1.
+    """
+
+    host_bytes: Required[int | str]
+    stores: str | Sequence[str]
+    weights: str | None
+    save: Literal["commit", "reuse"]
+    load_share: float
+    save_share: float
+    load_seconds: float
+    save_seconds: float
+    retry_seconds: float
+
+
+class PromptCacheOptions(LocalOptions, total=False):
+    """The options of the plug-in for mlx-lm.
+
+    Attributes
+    ----------
+    policy : {"lru", "reuse", "agent", "adaptive"}
+        Which block of the host memory goes next. Default: ``"lru"``.
+    """
+
+    policy: Literal["lru", "reuse", "agent", "adaptive"]
+
+
+class VLLMOptions(PromptCacheOptions, total=False):
+    """The options of the plug-in for vLLM, in ``kv_connector_extra_config``.
+
+    Attributes
+    ----------
+    load : {"always", "faster"}
+        Load each hit (default), or what comes sooner than the engine computes it.
+    """
+
+    load: Literal["always", "faster"]
+
+
+class SecondaryTierOptions(TypedDict, total=False):
+    """The options of kvpool as a secondary tier of vLLM, in ``secondary_tiers``.
+
+    Attributes
+    ----------
+    stores : str or sequence of str
+        One store, such as ``"disk:/path?capacity=100GiB"``. Required.
+    weights : str or None
+        A text that identifies the weights, and what else the model computes with. Stores that outlive the process
+        need it.
+    find_seconds : float
+        How long to wait for the store to find. Default: 1.
+    load_seconds : float
+        How long to wait for it to load. Default: 10.
+    save_seconds : float
+        How long to wait for it to save. Default: 60.
+    remember_seconds : float
+        For this long the answer to a lookup is used again. Default: 1.
+    """
+
+    stores: Required[str | Sequence[str]]
+    weights: str | None
+    find_seconds: float
+    load_seconds: float
+    save_seconds: float
+    remember_seconds: float
+
+
+class StagedOptions(TypedDict, total=False):
+    """The options of the plug-ins for SGLang and LMCache, in their own configuration.
+
+    Attributes
+    ----------
+    stores : str or sequence of str
+        One store, such as ``"disk:/var/kv/{part}?capacity=100GiB"``. ``{part}`` is the name of the pool or size that it
+        is for. Required.
+    weights : str
+        A text that identifies the model's weights, such as a revision or a digest. Required.
+    kv_dtype : str
+        The type of the elements, such as ``"fp8_e4m3"``, where that of the engine's memory does not name it.
+    load : {"always", "faster"}
+        Load each hit (default), or what comes sooner than the engine computes it.
+    compute_seconds : float
+        How long the engine computes the tokens of one block. Required with ``load="faster"``.
+    staging_bytes : int or str
+        Memory for the blocks of one part on their way to and from its store: bytes, or text such as ``"256MiB"``, the
+        default.
+    find_seconds : float
+        How long to wait for the store to find. Default: 5.
+    load_seconds : float
+        How long to wait for it to load. Default: 5.
+    save_seconds : float
+        How long to wait for it to save. Default: 5.
+    """
+
+    stores: Required[str | Sequence[str]]
+    weights: Required[str]
+    kv_dtype: str
+    load: Literal["always", "faster"]
+    compute_seconds: float
+    staging_bytes: int | str
+    find_seconds: float
+    load_seconds: float
+    save_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     """SGLang's pages in a store. SGLang makes one in each rank, and calls it from several threads of its own.
 
     Its options are in ``--hicache-storage-backend-extra-config``, beside ``backend_name``, ``module_path`` and
-    ``class_name``: ``stores`` and ``weights``, and optionally others that ``options.SGLANG`` takes.
-    ``{part}`` in ``stores`` stands for the pool and the rank.
+    ``class_name``: those of `StagedOptions`. ``{part}`` in ``stores`` stands for the pool and the rank.
 
     Every call waits for the store, at most ``find_seconds``, ``load_seconds`` or ``save_seconds``. None raises: what
     fails is a page that is not there.

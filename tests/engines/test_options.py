@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import typing
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_a_host_tier_of_kvpool_takes_a_policy(plugin: EnginePlugin) -> None:
     assert [plugin.read({"host_bytes": 1, "policy": name}).policy for name in POLICIES] == list(POLICIES)
     with pytest.raises(ValueError, match="policy: expected 'lru', 'reuse', 'agent', 'adaptive'.*got 'fifo' in .*"):
         plugin.read({"host_bytes": 1, "policy": "fifo"})
+
+
+@pytest.mark.parametrize(
+    ("plugin", "typed"),
+    [
+        (options.VLLM, options.VLLMOptions),
+        (options.VLLM_TIER, options.SecondaryTierOptions),
+        (options.SGLANG, options.StagedOptions),
+        (options.LMCACHE, options.StagedOptions),
+        (options.MLX, options.PromptCacheOptions),
+        (options.LLAMACPP, options.LocalOptions),
+    ],
+)
+def test_an_editor_knows_each_option_of_a_plugin(plugin: EnginePlugin, typed: type) -> None:
+    hints = typing.get_type_hints(typed, include_extras=True)
+    required = {name for name, hint in hints.items() if typing.get_origin(hint) is typing.Required}
+    assert set(hints) == set(plugin.options) and required == set(plugin.needs)
 
 
 def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,13 +7,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
 
 from kvpool.common.arrays import Uint8s
 from kvpool.errors import StoreBusy
-from kvpool.integrations.options import SEED, VLLM_TIER, lasting_identity
+from kvpool.integrations.options import SEED, VLLM_TIER, SecondaryTierOptions, lasting_identity
 from kvpool.integrations.vllm.spec import identity
 
 with VLLM_TIER.imports():
@@ -41,17 +41,16 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     Parameters
     ----------
-    offloading_spec, primary_kv_view, tier_type, backpressure_detector
-        vLLM's. Blocks are saved from and loaded into the rows of ``primary_kv_view``, in place.
-    stores
-        One, as a text, such as ``"disk:/path?capacity=100GiB"``.
-    weights
-        A text that identifies the weights, and what else the model computes with. Stores that outlive the
-        process need it.
-    find_seconds, load_seconds, save_seconds
-        Deadlines. 1, 10 and 60 by default.
-    remember_seconds
-        For this long the answer to a lookup is used again. 1 by default.
+    offloading_spec : OffloadingSpec
+        vLLM's.
+    primary_kv_view : memoryview
+        Memory of shape (rows, row bytes). Blocks are saved from and loaded into its rows, in place.
+    tier_type : str
+        vLLM's name of the tier.
+    backpressure_detector : BackpressureDetector or None, default None
+        vLLM's.
+    **given : SecondaryTierOptions
+        ``stores``, and optionally others.
 
     Raises
     ------
@@ -73,7 +72,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: BackpressureDetector | None = None,
-        **given: Any,
+        **given: Unpack[SecondaryTierOptions],
     ) -> None:
         from kvpool.storage.store import OK
         from kvpool.storage.store_worker import StoreWorker

@@ -58,7 +58,8 @@ def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> Int3
     ids: Uint64s = np.ascontiguousarray(hash_ids, dtype=np.uint64)
     if ids.size * tokens_per_id < length:
         raise ValueError(f"{ids.size} ids of {tokens_per_id} tokens do not cover {length} tokens")
-    counters = ids[:, None] * np.uint64(tokens_per_id) + np.arange(tokens_per_id, dtype=np.uint64)
+    place: Uint64s = np.arange(tokens_per_id, dtype=np.uint64)
+    counters: Uint64s = ids[:, None] * np.uint64(tokens_per_id) + place
     return _tokens_at(counters.reshape(-1)[:length])
 
 
