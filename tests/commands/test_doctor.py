@@ -119,8 +119,8 @@ GIB = 1 << 30
 NEEDED = doctor.Package("numpy", "numpy", "everything", "pip install x", "1.5")
 OPTIONAL = NEEDED._replace(use="plots")
 GPU = Gpu(0, "GPU", 80 * GIB, 13000, "9.0", 132, "x16", "13.0")
-THERE = doctor.Driver(13000, None, kernel_module=True, gpu_files=1)
-NOT_THERE = doctor.Driver(None, "libcuda.so.1: cannot open shared object file", kernel_module=False, gpu_files=0)
+THERE = doctor.SeenDriver(13000, None, kernel_module=True, gpu_files=1)
+NOT_THERE = doctor.SeenDriver(None, "libcuda.so.1: cannot open shared object file", kernel_module=False, gpu_files=0)
 CUPY = ["cupy-cuda13x"]
 
 
@@ -158,7 +158,7 @@ def test_only_a_package_that_is_needed_fails(
     ],
 )
 def test_driver_gpus_and_packages_have_to_fit(
-    driver: doctor.Driver, cupy: list[str], gpus: list[Gpu], status: str, advice: str
+    driver: doctor.SeenDriver, cupy: list[str], gpus: list[Gpu], status: str, advice: str
 ) -> None:
     check = doctor.check_driver(driver, cupy, gpus)
     assert check.status == status and advice in check.advice and bool(advice) == bool(check.advice)

@@ -236,7 +236,7 @@ def _compiled(root: Path) -> int:
 # -- GPUs, memory and devices --------------------------------------------------------------------
 
 
-class Driver(NamedTuple):
+class SeenDriver(NamedTuple):
     """NVIDIA's driver: the CUDA version that it supports (13010 is 13.1), or why it cannot be loaded; whether its
     kernel module is there; and the number of GPUs that have a file."""
 
@@ -246,7 +246,7 @@ class Driver(NamedTuple):
     gpu_files: int
 
 
-def look_at_driver(root: Path = Path("/")) -> Driver:
+def look_at_driver(root: Path = Path("/")) -> SeenDriver:
     """Query NVIDIA's driver without CuPy. Starts no GPU."""
     version, error = ctypes.c_int(), None
     try:
@@ -256,10 +256,10 @@ def look_at_driver(root: Path = Path("/")) -> Driver:
         error = str(raised)
     files = [*(root / "dev").glob("nvidia[0-9]*"), *(root / "dev").glob("dxg")]
     module = (root / "proc/driver/nvidia/version").exists()
-    return Driver(None if error else version.value, error, module, len(files))
+    return SeenDriver(None if error else version.value, error, module, len(files))
 
 
-def check_driver(seen: Driver, cupy: list[str], gpus: list[Gpu]) -> Check:
+def check_driver(seen: SeenDriver, cupy: list[str], gpus: list[Gpu]) -> Check:
     """Return whether the packages for GPUs, the driver and the GPUs fit together."""
     name, version = "NVIDIA driver", gpus[0].driver if gpus else seen.version
     if version is None:
