@@ -28,17 +28,6 @@ def run_without(modules: list[str], code: str) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("count", [500, 3])
-def test_commit_says_which_counts_it_accepts(make: Make, count: int) -> None:
-    engine = make(T=4, P=8)
-    sequence = engine.cache.add_sequence(list(range(12)))
-    engine.cache.commit(sequence, 10)
-    with pytest.raises(ValueError, match=f"counts: expected 10 to 12 tokens for sequence {sequence}"):
-        engine.cache.commit(sequence, count)
-    with pytest.raises(ValueError, match="expected 0 to 12 tokens"):
-        engine.cache.rewind(sequence, 13)
-
-
 def test_the_statistics_fit_a_screen(make: Make) -> None:
     engine = make(T=4, P=8, S=4)
     engine.seed(range(9), committed=8)

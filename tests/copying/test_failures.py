@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import Clock
 from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
 from kvpool import OutOfBlocks, PoolClosed
 from kvpool.device.regions import SOURCE, TARGET
@@ -374,19 +373,3 @@ def test_a_device_that_cannot_synchronize_can_be_closed(
         rig.cache.close()
     rig.cache.close()
     assert rig.cache._pools.closed
-
-
-@pytest.mark.parametrize("verb", ["pin", "close"])
-def test_a_clock_that_fails_changes_no_pin(make_rig: Callable[..., Rig], verb: str) -> None:
-    clock = Clock()
-    rig = make_rig(4, 4, clock=lambda: clock() // clock.now)
-    clock.now = 1
-    rig.seed(range(4), committed=4)
-    lease = rig.cache.pin_blocks(0)
-    before, clock.now = debug.dump(rig.cache.core.tokens), 0
-    with pytest.raises(ZeroDivisionError):
-        rig.cache.pin_blocks(0) if verb == "pin" else lease.close()
-    clock.now = 1
-    assert debug.dump(rig.cache.core.tokens) == before
-    assert rig.cache.leases == [lease]
-    rig.check_everything()

@@ -115,27 +115,6 @@ def pool(device_blocks: int, host_blocks: int, **options: Any) -> KVCacheManager
     return KVCacheManager(LAYOUT, device_blocks=device_blocks, host_blocks=host_blocks, **options)
 
 
-def test_eight_threads_that_add_get_each_device_block_once() -> None:
-    with pool(1000, 0) as cache:
-        taken: list[list[int]] = [[] for _ in range(8)]
-
-        def take(i: int) -> None:
-            while True:
-                try:
-                    taken[i].append(cache.add_sequence([1000 + i]))
-                except OutOfBlocks:
-                    return
-
-        run(*(lambda i=i: take(i) for i in range(8)))
-        ids = sum(taken, [])
-        assert sorted(cache.block_table(ids).dense()[:, 0].tolist()) == list(range(1000))
-        assert len(set(ids)) == 1000 and cache.stats().device.free == 0
-        cache.verify()
-        run(*(lambda i=i: [cache.release(sequence) for sequence in taken[i]] for i in range(8)))
-        cache.verify()
-        assert cache.stats().device.free == 1000
-
-
 @jit
 def take_host(groups: npt.NDArray[np.int64], priority: int) -> Any:
     return tiers.take_host(group_at(groups, 0), priority)
@@ -159,26 +138,6 @@ def test_eight_threads_that_take_host_blocks_get_each_once() -> None:
             control.unpin(state.groups, np.array(sum(taken, [])), 0)
         cache.verify()
         assert cache.stats().host.free == 2000
-
-
-def test_eight_threads_that_pin_and_unpin_leave_no_pin() -> None:
-    with pool(8, 8) as cache:
-        prompt = cache.block_keys(range(8))
-        sequence = cache.add_sequence(prompt)
-        cache.commit(sequence)
-        cache.release(sequence)
-        assert cache.content.offload(prompt) == 2
-
-        def pin() -> None:
-            for _ in range(500):
-                with cache.pin(prompt, tier="host"), cache.pin_blocks([0, 1]):
-                    lease = cache.find_and_pin_host(prompt.keys[0])
-                    assert lease is not None
-                    lease.close()
-
-        run(*[pin] * 8)
-        cache.verify()
-        assert (cache.stats().device.pinned, cache.stats().host.pinned, cache.leases) == (0, 0, [])
 
 
 @dataclass

@@ -197,15 +197,6 @@ def test_faulty_device_has_copied_exactly_what_it_says(layout: BlockLayout, comp
         assert_same_as_reference(pools, rows)
 
 
-def test_faulty_device_takes_a_predicate(layout: BlockLayout) -> None:
-    device = FaultyDevice(CpuDevice(), fail_at=lambda call, index, move: move[1] == 9)
-    make_pools(device, layout)
-    with pytest.raises(DeviceError) as caught:
-        device.copy_blocks(as_moves((0, 7, 4), (1, 9, 4)))
-    assert caught.value.completed == 1
-    assert (device.calls, device.failures) == (1, 1)
-
-
 # ----------------------------------------
 # What every device promises of token moves, against the plain NumPy reference.
 

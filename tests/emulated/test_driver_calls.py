@@ -21,9 +21,7 @@ from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.cuda_memory import processors_near
 from kvpool.device.cuda.cuda_streams import UsedStreams
 from kvpool.device.memory.pools import MemoryPools
-from kvpool.errors import InsufficientMemory
 from tests.device.pools import as_moves
-from tests.emulated import lab
 from tests.emulated.lab import Driver
 
 pytestmark = pytest.mark.gpu
@@ -100,45 +98,6 @@ def test_no_pinned_memory_is_given_back_before_the_close(driver: Driver, monkeyp
     assert driver.counter("unpinned") == before
     cache.close()
     assert driver.counter("unpinned") > before
-
-
-@pytest.mark.parametrize("passed", [0, 2])
-def test_a_host_tier_that_the_driver_refuses_half_way_leaves_nothing_pinned(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, passed: int
-) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
-    gc.collect()
-    device, before = CudaDevice(), driver.counter("registrations")
-    driver.fail("cuMemHostRegister_v2", lab.OUT_OF_MEMORY, passed)
-    try:
-        with pytest.raises(MemoryError, match=f"pinned {4096 * passed} of 20480 bytes"):
-            device.allocate(20480, "host")
-    finally:
-        driver.fail("cuMemHostRegister_v2", lab.SUCCESS)
-    assert driver.counter("registrations") == before
-    device.free(device.allocate(20480, "host"))
-    device.close()
-
-
-@pytest.mark.parametrize("passed", [0, 2])
-def test_memory_of_the_caller_that_the_driver_refuses_half_way_is_not_pinned(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, passed: int
-) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
-    device, before = CudaDevice(), driver.in_use()
-    nbytes = 9 * LAYOUT.block_bytes
-    raw = np.zeros(nbytes + 8192, np.uint8)
-    array = raw[-raw.ctypes.data % 4096 :][:nbytes]
-    with (
-        driver.failing("cuMemHostRegister_v2", lab.OUT_OF_MEMORY, passed),
-        pytest.raises(InsufficientMemory, match=f"pinned {4096 * passed} of "),
-    ):
-        KVCacheManager(LAYOUT, device_blocks=2, host_blocks=9, device=device, memory=MemoryOptions(host_memory=array))
-    assert driver.in_use() == before
-    KVCacheManager(
-        LAYOUT, device_blocks=2, host_blocks=9, device=device, memory=MemoryOptions(host_memory=array)
-    ).close()
-    device.close()
 
 
 def test_memory_of_the_caller_is_kept_until_the_copies_of_a_device_that_nobody_closed_are_done(

@@ -146,16 +146,6 @@ def test_memory_that_does_not_fit_is_refused_by_name(given: Any, error: type[Exc
             open_pool(memory=MemoryOptions(host_memory=given))
 
 
-def test_two_tiers_do_not_share_bytes() -> None:
-    raw = aligned(BYTES["device"] + BYTES["host"])
-    device, host = raw[: BYTES["device"]], raw[BYTES["device"] :]
-    with open_pool(memory=MemoryOptions(device_memory=device, host_memory=host)) as cache:
-        run_requests(cache)
-    overlap = raw[BYTES["device"] - 64 :][: BYTES["host"]]
-    with pytest.raises(ValueError, match="device_memory: .*got some that host_memory has too"):
-        open_pool(memory=MemoryOptions(device_memory=device, host_memory=overlap))
-
-
 def test_what_the_function_of_the_caller_raises_is_reported() -> None:
     def full(nbytes: int, alignment: int) -> Any:
         raise MemoryError("the engine's pool is full")
@@ -169,19 +159,6 @@ def test_what_the_function_of_the_caller_raises_is_reported() -> None:
     with pytest.raises(ZeroDivisionError):
         open_pool(device=device, memory=MemoryOptions(host_memory=broken))
     open_pool(device=device).close()
-
-
-def test_memory_of_the_caller_needs_no_room_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(CpuDevice):
-        one_memory = False
-
-        def available_bytes(self, tier: str) -> int | None:
-            return 0 if tier == "device" else None
-
-    with pytest.raises(InsufficientMemory):
-        open_pool(device=Full())
-    with open_pool(device=Full(), memory=MemoryOptions(device_memory=aligned(BYTES["device"]))) as cache:
-        assert cache.device_blocks == 6
 
 
 def test_an_address_alone_can_be_a_tier() -> None:

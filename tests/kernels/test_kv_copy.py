@@ -146,22 +146,6 @@ def test_skip_is_exact_to_the_token(name: str, gather: bool, options: dict[str, 
         check(cache, slots, staging, min(skip, 11), gather=gather, **options)
 
 
-def test_shim_threads_that_go_around_many_times_reach_every_word_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "THREADS", 32)
-    seed = 11
-    print(f"seed {seed}")
-    random = np.random.default_rng(seed)
-    for _ in range(60):
-        sizes = Sizes(2, *(int(random.integers(1, high)) for high in (5, 9, 7, 6, 9)))
-        cache = make_cache(
-            str(random.choice(["flashinfer", "flashinfer_hnd", "vllm_fused_hnd"])), sizes, int(random.choice([1, 2]))
-        )
-        tokens = int(random.integers(1, sizes.B * sizes.T + 1))
-        slots, staging = slots_for(cache, tokens, random), staging_for(cache, tokens, random, "plain")
-        gather, blocks = bool(random.integers(2)), int(random.integers(1, 4))
-        check(cache, slots, staging, 0, gather=gather, memory="device", launcher=ShimLauncher(), thread_blocks=blocks)
-
-
 def test_shim_moves_words_as_wide_as_everything_divides() -> None:
     launcher = ShimLauncher()
     for name, sizes, itemsize, padding, width in [

@@ -95,20 +95,6 @@ def test_the_secret_is_not_shown() -> None:
     assert "nobody" not in str(raised.value)
 
 
-@pytest.mark.parametrize("tier", ["device_blocks", "host_blocks"])
-def test_capacity_that_does_not_fit_says_what_was_asked_and_what_is_there(tier: str) -> None:
-    """2**31 - 5 blocks of 1 MiB."""
-    device = CpuDevice()
-    layout = small_layout(128, layers=8, kv_heads=8, head_dim=32)
-    with pytest.raises(InsufficientMemory) as raised:
-        made(layout=layout, device=device, **{tier: 2**31 - 5})
-    error = raised.value
-    asked = (2**31 - 5 + (4 if tier == "host_blocks" else 0)) * layout.block_bytes
-    assert error.requested == asked and 0 < error.available < asked
-    assert f"{asked} bytes" in str(error) and f"{error.available} bytes" in str(error)
-    made(device=device).close()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,12 +109,6 @@ def test_state_that_does_not_fit_says_so_and_leaves_the_device_free(options: dic
         made(device=device, layout=small_layout(1), **options)
     assert raised.value.requested > raised.value.available > 0
     made(device=device).close()
-
-
-def test_a_device_serves_one_pool() -> None:
-    device = CpuDevice()
-    with made(device=device), pytest.raises(ValueError, match="device"):
-        made(device=device)
 
 
 @pytest.mark.parametrize(

@@ -425,12 +425,6 @@ def test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else(
     assert engine.cache.stats().passed_blocks == engine.free() == 5 - len(expected)
 
 
-def test_a_prompt_that_has_no_place_in_a_row_is_refused_as_such(make: Make) -> None:
-    engine = make(T=4, P=6, window=8, max_sequence_tokens=400)
-    with pytest.raises(ValueError, match="max_sequence_tokens=400"):
-        engine.add(range(401))
-
-
 # -- reuse -----------------------------------------------------------------------------------------
 
 
@@ -508,24 +502,6 @@ def test_a_lost_block_fails_the_sequences_that_hold_it_and_no_others() -> None:
 
 
 # -- what is checked -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"window": 0}, ValueError, "window: .*0"),
-        ({"window": -4}, ValueError, "window: .*-4"),
-        ({"window": 4.0}, TypeError, "window: .*4.0"),
-        ({"window": True}, TypeError, "window: .*True"),
-        ({"window": 8, "sinks": -1}, ValueError, "sinks: .*-1"),
-        ({"sinks": 3}, ValueError, "sinks: expected 0 without a window.*got 3"),
-    ],
-)
-def test_windows_that_make_no_sense_are_refused(
-    make: Make, options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        KVCacheManager(make().cache.layout, device_blocks=4, device="cpu", **options)
 
 
 def test_verify_finds_a_window_that_has_passed_too_much(make: Make) -> None:
