@@ -30,6 +30,7 @@ def counts_in(output: str) -> dict[str, int]:
     return {line[8:]: int(line[:7].replace(",", "")) for line in lines if line[:7].strip().replace(",", "").isdigit()}
 
 
+@pytest.mark.exhaustive
 def test_every_logit_is_that_of_the_model_without_a_cache(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
