@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, MemoryOptions, PagedKV, gather_kv, scatter_kv
+from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda

@@ -69,16 +69,6 @@ def test_the_copy_of_a_store_goes_where_the_slots_of_each_part_say(make: Make) -
     engine.release(engine.add(A[:15], cached=14))
 
 
-@pytest.mark.parametrize("filled", [4, 8, 9, 11, 12, 21])
-def test_what_a_part_of_a_load_publishes_every_group_has(make: Make, filled: int) -> None:
-    engine = make([12, 12])
-    with engine.cache.imports.reserve(A[:22]) as reservation:
-        engine.load(reservation, A)
-        reservation.commit(filled)
-    assert engine.reusable(A[:23]) == filled
-    engine.release(engine.add(A[:23], cached=filled))
-
-
 @pytest.mark.parametrize("end", ["abort", "revoke", "reset", "exit"])
 def test_what_is_not_committed_goes_back_in_every_group(make: Make, end: str) -> None:
     engine = make([12, 12], [4, 4])

@@ -13,7 +13,7 @@ import pytest
 
 from groups_lab import GroupEngine, T, pins
 from groups_lab import make as make
-from kvpool import KVPoolError, Lease, PoolClosed
+from kvpool import Lease, PoolClosed
 from kvpool.device.cpu import CpuDevice
 from kvpool.errors import BlockNotFound, LeaseExpired
 from kvpool.pool.leases import Leases
@@ -149,20 +149,6 @@ def test_the_end_of_a_lease_unpins_what_it_pinned_in_all_groups(
     engine.cache.verify()
     if end in (close, revoke, twice):
         assert [by_tier["device"] for by_tier in engine.cached()] == before and engine.reusable(A[:17]) == 16
-
-
-def test_what_is_pinned_in_one_group_is_not_evicted_there(make: Make) -> None:
-    engine = make([6, 6])
-    engine.seed(A[:8])
-    lease = engine.cache.pin(keys_of(engine, A[:8]), tier="device")
-    held = lease.blocks[lease.groups == 1] - engine.cache.groups[1].first_device_block
-    sequence = engine.add(A[20:36])
-    assert not set(held.tolist()) & set(engine.cache.block_table(sequence, group=1).dense()[0].tolist())
-    with pytest.raises(KVPoolError):
-        engine.cache.append_tokens(sequence, [1])
-    engine.release(sequence)
-    engine.compare(1, (held[:, None] * T + np.arange(T)).reshape(-1), A[:8])
-    lease.close()
 
 
 def test_a_lease_that_a_destructor_closes_while_it_is_closed_is_unpinned_once(

@@ -126,16 +126,6 @@ def test_a_reservation_that_somebody_has_seen_expire_stays_expired(make: Make, l
     assert late(engine.cache)[1:] == (1, 1)
 
 
-def test_deadlines_pass_one_by_one(make: Make) -> None:
-    engine = make(T=4, P=8)
-    all_of_them = [engine.cache.imports.reserve([i], deadline_ms=deadline) for i, deadline in enumerate((30, 10, 20))]
-    seen = []
-    for engine.clock.now in (9, 10, 20, 30):
-        seen.append([reservation.overdue for reservation in all_of_them])
-    assert seen == [[False] * 3, [False, True, False], [False, True, True], [True] * 3]
-    assert late(engine.cache) == (3, 3, 3)
-
-
 def test_a_pool_that_is_closed_says_what_had_expired(make: Make) -> None:
     engine = make(T=4, P=8)
     reservations = [engine.cache.imports.reserve([i], deadline_ms=10 * (i + 1)) for i in range(2)]

@@ -77,19 +77,6 @@ def test_a_prompt_that_is_cached_whole_leaves_nothing_to_load(make: Make) -> Non
     assert engine.reusable(range(9)) == 8
 
 
-def test_nobody_finds_what_is_not_committed(make: Make) -> None:
-    engine, tokens = make(T=4, P=8), list(range(9))
-    keys = engine.prompt(tokens).keys
-    with engine.cache.imports.reserve(tokens) as reservation:
-        load(engine, reservation, tokens)
-        assert engine.reusable(tokens) == 0 and engine.cached() == {}
-        with pytest.raises(KVPoolError):
-            engine.cache.pin(keys)
-        assert engine.add(tokens[:6]).cached == 0
-        reservation.commit()
-    assert engine.reusable(tokens) == 8 and len(engine.cached()) == 2
-
-
 def test_an_abort_takes_back_a_block_that_a_part_was_copied_into(make: Make) -> None:
     engine = make(T=4, P=8)
     engine.seed(range(7), committed=7)
@@ -116,64 +103,6 @@ def test_leaving_without_a_commit_aborts(make: Make, fails: bool) -> None:
     except ConnectionError:
         assert fails
     assert reservation.closed and engine.order() == order and engine.cached() == {}
-
-
-def test_two_loaders_of_one_prompt_publish_it_once(make: Make) -> None:
-    engine, tokens = make(T=4, P=8), list(range(10))
-    first, two = engine.cache.imports.reserve(tokens), engine.cache.imports.reserve(tokens)
-    assert not set(first.blocks.tolist()) & set(two.blocks.tolist())
-    for reservation in (two, first):
-        load(engine, reservation, tokens)
-        reservation.commit()
-        engine.cache.verify()
-    assert sorted(engine.cached().values()) == sorted(two.blocks[:2].tolist())
-    assert engine.free() == 8 and engine.cache.stats().device.evictable == 3
-    assert engine.add([*tokens, 77]).cached == 10
-
-
-def test_content_that_was_computed_meanwhile_is_not_cached_twice(make: Make) -> None:
-    engine, tokens = make(T=4, P=8), list(range(10))
-    with engine.cache.imports.reserve(tokens) as reservation:
-        engine.finish(engine.add(tokens))
-        load(engine, reservation, tokens)
-        reservation.commit()
-    assert len(engine.cached()) == 2 and not set(engine.cached().values()) & set(reservation.blocks.tolist())
-
-
-def test_what_matches_is_held_and_comes_from_the_host(make: Make) -> None:
-    engine = make(T=4, P=6, S=6)
-    engine.seed(range(9), committed=8)
-    engine.release(engine.add(range(100, 124)), store=False)
-    assert engine.cached() == {} and len(engine.cached("host")) == 2
-    with engine.cache.imports.reserve(list(range(16))) as reservation:
-        assert reservation.skip_prefix_n_tokens == 8
-        with pytest.raises(OutOfBlocks):
-            engine.add(range(200, 212))
-        load(engine, reservation, list(range(16)))
-        reservation.commit()
-    stats = engine.cache.stats()
-    assert stats.onboarded_blocks == 2 and engine.reusable(range(17)) == 16
-    assert stats.prompt_tokens == 33 and stats.reused_host_tokens == stats.reused_device_tokens == 0, (
-        "a loader is not a request"
-    )
-
-
-def test_retention_holds_for_what_is_loaded(make: Make) -> None:
-    engine = make(T=4, P=8)
-    with engine.cache.imports.reserve(list(range(8)), retention=[(0, 4, 80, None)]) as reservation:
-        reservation.commit()
-    blocks = engine.cache.core.tokens.blocks
-    assert [int(blocks["priority"][b]) for b in reservation.blocks] == [80, 35]
-
-
-def test_extra_ids_and_namespaces_are_loaded_too(make: Make) -> None:
-    engine = make(T=4, P=8)
-    names: dict[str, Any] = {"salt": "a", "adapter_id": 3, "extra_ids": [1, 2, 0, 0, 5, 0]}
-    with engine.cache.imports.reserve(engine.prompt(range(6), **names)) as reservation:
-        reservation.commit()
-    names["extra_ids"].append(0)
-    assert engine.reusable(range(7), **names) == 6 and engine.reusable(range(7)) == 0
-    assert engine.reusable(range(7), **(names | {"extra_ids": [1, 2, 0, 0, 6, 0, 0]})) == 4
 
 
 @pytest.mark.parametrize("names", [{}, {"salt": "a", "adapter_id": 3}], ids=["plain", "named"])

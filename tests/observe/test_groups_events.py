@@ -13,22 +13,6 @@ from kvpool.pool import Event
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("number", range(3))
-def test_events_rebuild_what_every_group_has_cached_on_every_tier(mix: str, number: int) -> None:
-    print(f"seed {number}")
-    random = Random(number)
-    with pool_of(mix, event_capacity=4096) as cache:
-        replay, seen = Replay(len(cache.groups)), set[tuple[int, str]]()
-        for _ in churn(cache, random, 60):
-            if random.random() < 0.3:
-                replay.feed(cache.events(snapshot=random.random() < 0.2))
-                assert replay.cached == cached(cache)
-                seen |= {place for place, keys in replay.cached.items() if keys}
-        assert seen == {(g.index, tier) for g in cache.groups if g.kind != "cross" for tier in ("device", "host")}
-        assert cache.stats().events_dropped == 0
-
-
-@pytest.mark.parametrize("mix", MIXES)
 def test_a_snapshot_alone_is_what_is_cached_in_all_groups(mix: str) -> None:
     with pool_of(mix, event_capacity=3) as cache:
         for _ in churn(cache, Random(5), 40):

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ import pytest
 
 from engine import Engine, small_layout
 from failing import Rig
-from kvpool import KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
+from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
 from kvpool.errors import BlockNotFound
 from kvpool.state import verbs
 from parts import public_names, reach
 from tests import debug
 from tests.desk import Desk, Ends
 from tests.race.lab import Lab
-from tests.seeds import some_of
 
 Make = Callable[..., Engine]
 T = 4
@@ -35,107 +33,7 @@ def picture(cache: KVCacheManager) -> tuple[bytes, list[bytes]]:
     return debug.dump_all(states), [policy_book for state in states for policy_book in debug.book(state)]
 
 
-# -- the same as one after the other -----------------------------------------------------------------------------------
-
-GROUPS: dict[str, list[dict[str, Any]]] = {
-    "full": [{}],
-    "window": [{"window": 6, "sinks": 3}],
-    "recurrent": [{"kind": "recurrent", "snapshot_tokens": 8}],
-    "all": [{}, {"window": 4}, {"kind": "recurrent", "snapshot_tokens": 4}],
-}
-
-
-class Twin:
-    """A pool whose ids and keys are those of any other of its kind. Its clock is not asked under the lock."""
-
-    def __init__(self, groups: str, policy: str) -> None:
-        kinds = GROUPS[groups]
-        made = [LayerGroup(small_layout(1 if "kind" in rule else T), **rule) for rule in kinds]
-        self.cache = KVCacheManager(
-            groups=made,
-            device_blocks=[9] * len(made),
-            host_blocks=[5] * len(made),
-            max_sequences=5,
-            max_sequence_tokens=48,
-            secret=bytes(32),
-            clock=self.now,
-            device="cpu",
-            event_capacity=64,
-            policy=policy,
-            **({"tokens_per_block": T} if kinds[0].get("kind") else {}),
-        )
-        for state in self.cache.core.states:
-            state.sequences["generation"] = 1
-        self.leases: list[Any] = []
-
-    def now(self) -> int:
-        assert not hasattr(self, "cache") or not self.cache.core.lock._is_owned(), "the caller's code under the lock"
-        return 7
-
-    def outcome(self, call: Callable[[Twin], Any]) -> Any:
-        """What a call returned, in numbers, or what it raised."""
-        try:
-            result = call(self)
-        except Exception as error:
-            return type(error).__name__, str(error)
-        if hasattr(result, "blocks"):
-            self.leases.append(result)
-            return result.blocks.tolist()
-        return [np.asarray(field).tolist() for field in result[:-1]] if hasattr(result, "refused") else result
-
-
-def draw(random: Random, twin: Twin) -> Callable[[Twin], Any]:
-    """A call, by numbers, for any twin in the same state."""
-    cache, live = twin.cache, twin.cache.core.live().tolist()
-    some = random.sample(live, random.randint(1, len(live))) if live else [5]
-    if random.random() < 0.05:
-        some = [*some, random.choice([-1, 5])]
-    prompt = [random.randrange(2) for _ in range(random.randint(1, 22))]
-    kind = random.choice(["match", "pin", "unpin", "add", "add", "one", "append", "append", "commit", "release"])
-    if kind == "match":
-        return lambda twin: twin.cache.match_prefix(prompt)
-    if kind == "pin":
-        keys = cache.block_keys(prompt).keys[:1]
-        return lambda twin: twin.cache.pin(keys, owner="x", stream=0)
-    if kind == "unpin":
-        place = random.randrange(len(twin.leases) + 1)
-        return lambda twin: twin.leases[place : place + 1] and twin.leases[place].close()
-    if kind == "add":
-        prompts, partly = [prompt[: random.randint(1, 22)] for _ in range(2)], random.random() < 0.3
-        return lambda twin: twin.cache.add_sequence_batch(prompts, allow_partial_batch=partly, stream=0)
-    if kind == "one":
-        return lambda twin: twin.cache.add_sequence(prompt)
-    if kind == "append":
-        counts = [random.choice((0, 1, 1, 5)) for _ in some]
-        return lambda twin: twin.cache.append_tokens(some, [1] * sum(counts), counts)
-    if kind == "commit":
-        known = [int(cache.core.tokens.sequences["length"][(i & 0xFFFFFFFF) % 5]) for i in some]
-        each = known if random.random() < 0.4 else None
-        return lambda twin: twin.cache.commit(some, each, stream=0)
-    store = random.random() < 0.7
-    return lambda twin: twin.cache.release(some[:1], store=store)
-
-
-@pytest.mark.parametrize(
-    ("groups", "policy"), [*((groups, "lru") for groups in GROUPS), ("full", "agent"), ("window", "adaptive")]
-)
-@pytest.mark.parametrize("seed", some_of(1, range(2)))
-def test_a_block_does_what_its_calls_do_one_after_the_other(groups: str, policy: str, seed: int) -> None:
-    random, twin, plain, refused, done = Random(seed), Twin(groups, policy), Twin(groups, policy), 0, 0
-    for _ in range(80):
-        calls = [draw(random, twin) for _ in range(random.randint(1, 5))]
-        expected = [plain.outcome(call) for call in calls]
-        with twin.cache.exclusive():
-            got = [twin.outcome(call) for call in calls]
-        assert got == expected, f"seed {seed}"
-        assert debug.dump_all(twin.cache.core.states) == debug.dump_all(plain.cache.core.states), f"seed {seed}"
-        failed = sum(isinstance(outcome, tuple) and isinstance(outcome[0], str) for outcome in got)
-        refused, done = refused + failed, done + len(got) - failed
-        assert not twin.cache.core.transfer._queue and not twin.cache.core.transfer.waiting
-        twin.cache.verify()
-    assert refused > 20 and done > 50, f"seed {seed}: {refused} refused, {done} done"
-    for opened in (twin.cache, plain.cache):
-        opened.close()
+# -- nobody comes between ----------------------------------------------------------------------------------------------
 
 
 def test_no_call_of_another_thread_comes_between() -> None:

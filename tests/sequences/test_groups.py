@@ -138,13 +138,6 @@ def test_a_table_that_is_handed_over_on_a_stream_takes_the_sequence_there_in_all
     device.close()
 
 
-@pytest.mark.parametrize("other", [{"device_blocks": 40}, RECURRENT])
-def test_the_group_that_can_never_hold_a_prompt_is_the_one_that_is_named(open_: Open, other: dict[str, Any]) -> None:
-    engine = open_(other, {"device_blocks": 6}, max_sequence_tokens=24)
-    with pytest.raises(ValueError, match="7 device blocks of group 1 are needed at once, of 6: it can never fit"):
-        engine.cache.add_sequence(A[:28])
-
-
 # ----------------------------------------
 # Groups for cross attention: blocks for what an encoder gives, taken once, shared by beams, cached for nobody.
 
@@ -287,21 +280,6 @@ def test_a_state_goes_back_once_what_follows_it_is_committed(open_: Open) -> Non
 
 
 # -- counting ------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_and_what_it_will_decode_are_counted_together(open_: Open) -> None:
-    engine = open_(RECURRENT | {"snapshot_tokens": 8})
-    assert [engine.cache.blocks_needed(A[:6], new_tokens=n) for n in (0, 2, 3, 11, 26)] == [2, 2, 3, 4, 5]
-
-
-def test_a_sequence_may_not_pass_the_end_of_its_row(open_: Open) -> None:
-    engine = open_(RECURRENT, max_sequence_tokens=16)
-    sequence = engine.add(A[:15])
-    before = everything(engine)
-    with pytest.raises(ValueError, match="would pass max_sequence_tokens=16"):
-        engine.cache.append_tokens(sequence.id, [1, 2])
-    assert everything(engine) == before
-    engine.append(sequence, [1])
 
 
 # -- shortening ----------------------------------------------------------------------------------------

@@ -216,31 +216,6 @@ def test_chunks_of_a_prompt_share_its_hashes(make: Make, hashed: list[int]) -> N
 # -- keys of live sequences --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", NAMES, ids=str)
-@pytest.mark.parametrize("extra", [None, [0] * 5 + [9] * 5], ids=["plain", "extra ids"])
-def test_a_next_turn_of_a_conversation_hashes_only_its_own_blocks(
-    make: Make, hashed: list[int], names: dict[str, Any], extra: list[int] | None
-) -> None:
-    engine = make(T=4, P=32)
-    request = engine.add(list(range(10)), extra_ids=extra, **names)
-    engine.append(request, list(range(50, 63)))
-    engine.commit(request)
-    hashed.clear()
-    keys = engine.cache.keys_of(request.id)
-    assert not hashed, "five full blocks, all committed"
-    turn = keys.extend([7] * 6)
-    assert hashed == [2]
-    engine.release(request)
-    assert engine.cache.match_prefix(turn).tokens == 20 + 3
-    tokens, more = [token for token, _ in request.items] + [7] * 6, [extra for _, extra in request.items] + [0] * 6
-    assert same(turn, engine.cache.block_keys(tokens, extra_ids=more, **names))
-    engine.release(engine.admitted(engine.cache.add_sequence(turn), tokens, extra_ids=more, **_namespace(names)))
-
-
-def _namespace(names: dict[str, Any]) -> dict[str, Any]:
-    return {"salt": names.get("salt"), "adapter_id": names.get("adapter_id")}
-
-
 def test_a_preempted_request_is_resumed_without_hashing(make: Make, hashed: list[int]) -> None:
     engine = make(T=4, P=6, S=8)
     request = engine.add(list(range(9)), salt="A")

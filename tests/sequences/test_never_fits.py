@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from random import Random
-from typing import Any
 
-import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, LayerGroup, OutOfBlocks
 from tests import debug
 from tests.engine import Engine, small_layout
-from tests.grouped import encoded, group_of, pool_of
+from tests.grouped import group_of
 
 T = 4
 Make = Callable[..., Engine]
@@ -150,72 +147,3 @@ def test_other_refusals_come_first(make: Make) -> None:
         cache.append_tokens([sequence, sequence], [1] * 80, [40, 40])
     with pytest.raises(ValueError, match="add up to"):
         cache.append_tokens(sequence, [1] * 80, [90])
-
-
-# -- it is true ------------------------------------------------------------------------------------------
-
-KINDS = ("full", "window", "recurrent full", "full window", "full window recurrent cross")
-
-
-@pytest.fixture(params=KINDS)
-def kinds(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 5))])
-def test_what_never_fits_does_not_alone_and_the_rest_does(kinds: str, number: int) -> None:
-    """After a refusal all others leave, and the same growth is tried again."""
-    print(f"seed {number}")
-    random, never, later = Random(number), 0, 0
-    while never < 5 or later < 5:
-        with pool_of(kinds, device=6, host=4, max_sequence_tokens=64, max_sequences=8) as cache:
-            answer = fill_until_refused(cache, random)
-            if answer is None:
-                cache.reset(force=True)
-                continue
-            error, sequence, tokens, others = answer
-            again = partial(cache.append_tokens, sequence, tokens)
-            cache.release(others)
-            if type(error) is OutOfBlocks:
-                later += 1
-                again()
-            else:
-                assert NEVER in str(error)
-                never += 1
-                assert str(refused(cache, again)) == str(error)
-            cache.release(sequence)
-
-
-def fill_until_refused(cache: KVCacheManager, random: Random) -> tuple[Exception, int, Any, list[int]] | None:
-    """Random calls until an append is refused: what it raised, the sequence, its tokens, and all other sequences. None
-    if none was."""
-    live: list[int] = []
-    for _ in range(60):
-        draw = random.random()
-        try:
-            if draw < 0.3 or not live:
-                prompt = [random.randrange(2) for _ in range(random.randrange(1, 16))]
-                live.append(cache.add_sequence(prompt, **encoded(cache)))
-            elif draw < 0.4 and len(live) < 7:
-                live += cache.fork(random.choice(live), 1).tolist()
-            elif draw < 0.55:
-                cache.commit(random.choice(live))
-            elif draw < 0.6:
-                cache.release(live.pop(random.randrange(len(live))))
-        except (OutOfBlocks, ValueError):
-            continue  # as an admission may be refused, too
-        except Exception as error:
-            assert type(error).__name__ == "OutOfSequences", error
-        if draw >= 0.6:
-            sequence, tokens = random.choice(live), np.full(random.randrange(1, 24), 1, np.int32)
-            try:
-                cache.append_tokens(sequence, tokens)
-            except (OutOfBlocks, ValueError) as error:
-                if "max_sequence_tokens" not in str(error):
-                    return (
-                        error,
-                        sequence,
-                        tokens,
-                        [live_sequence for live_sequence in live if live_sequence != sequence],
-                    )
-    return None

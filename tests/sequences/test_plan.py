@@ -9,7 +9,7 @@ import pytest
 
 from engine import Engine
 from group_engine import GroupsEngine
-from kvpool import OutOfBlocks, PoolClosed
+from kvpool import PoolClosed
 
 Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]
@@ -45,12 +45,6 @@ def test_a_part_that_a_batch_has_to_give_up_is_not_planned(make: Make) -> None:
     assert [admitted.cached for admitted in engine.add_batch([[1, 2, 3, 8], [1, 2, 3, 9]])] == [3, 0]
 
 
-def test_a_prompt_that_can_never_fit_holds_up_no_other(make: Make) -> None:
-    planned = make(P=4).cache.plan_batch([[1], [2] * 40, [3]])
-    assert planned.admitted == 2 and [*planned.refused] == [1] and planned.blocks == 2
-    assert planned.missed_blocks.tolist() == [1, 0, 1] and planned.computing.tolist() == [-1] * 3
-
-
 def test_a_scheduler_can_wait_for_a_sequence_that_computes_the_same(make: Make) -> None:
     engine = make(P=32)
     running = engine.add(range(14))
@@ -83,9 +77,6 @@ def test_reservations_and_failed_sequences_are_not_waited_for(make: Make) -> Non
     engine.cache.core.tokens.sequences["failed"] = 0
 
 
-# -- drawn -------------------------------------------------------------------------------------------
-
-
 # ----------------------------------------
 # ``free_blocks``: what an admission could take now, from the lists themselves.
 
@@ -116,19 +107,6 @@ def test_a_pool_that_is_closed_says_so(make: Make) -> None:
 A = list(range(1000, 1400))
 T = 4
 CROSS, RECURRENT = {"kind": "cross"}, {"kind": "recurrent"}
-
-
-def test_a_prompt_that_fits_exactly_waits_and_one_block_more_never_fits(make: Make) -> None:
-    engine = make(T=T, P=20)
-    busy = engine.add([7])
-    with pytest.raises(OutOfBlocks):
-        engine.cache.add_sequence(A[: 20 * T])
-    with pytest.raises(ValueError, match="^prompt: 21 device blocks are needed at once, of 20: it can never fit$"):
-        engine.cache.add_sequence(A[: 20 * T + 1])
-    with pytest.raises(ValueError, match="never"):
-        engine.cache.imports.reserve(A[: 20 * T + 1])
-    engine.release(busy)
-    engine.add(A[: 20 * T])
 
 
 def test_a_batch_goes_on_without_it_and_names_it(make: Make) -> None:

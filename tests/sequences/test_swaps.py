@@ -12,7 +12,7 @@ from engine import Engine, Request
 from failing import Rig
 from group_engine import GroupsEngine
 from kvpool import OutOfBlocks
-from kvpool.errors import DeviceError, PoolBusy
+from kvpool.errors import DeviceError
 from tests import debug
 from tests.sequences.test_arguments import ID_CALLS
 
@@ -147,17 +147,6 @@ def test_a_swapped_sequence_is_released_beside_others(make: Make, store: bool) -
     assert engine.reusable(range(10)) == (8 if store else 0) and engine.free("host") == 4
     with pytest.raises(KeyError):
         engine.cache.resume(first.id)
-
-
-def test_a_reset_needs_force_and_ends_swapped_sequences(make: Make) -> None:
-    engine = make(S=4)
-    sequence = engine.commit(engine.add(range(9)))
-    engine.swap_out(sequence)
-    with pytest.raises(PoolBusy, match="1 live sequence:"):
-        engine.cache.reset()
-    engine.cache.reset(force=True)
-    engine.cache.verify()
-    assert engine.free("host") == 4 and engine.free() == 8
 
 
 def test_a_closed_pool_reports_which_sequences_were_swapped_out(make: Make) -> None:

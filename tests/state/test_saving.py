@@ -108,17 +108,6 @@ def test_savers_know_nothing_of_each_other() -> None:
         assert (again.number, len(again.sweep()), len(third.sweep())) == (first.number, 4, 4)
 
 
-def test_what_was_used_twice_is_read_then() -> None:
-    of = engine()
-    with of.cache:
-        cursor = DirtyCursor(of)
-        of.seed(prompt(0), 16)
-        assert not cursor.sweep(uses=2)
-        of.release(of.add(prompt(0, 3)))
-        # The last token of a prompt is never reused.
-        assert cursor.sweep(uses=2) == of.keys(prompt(0, 2)) and not cursor.sweep(uses=2)
-
-
 def test_what_the_host_evicts_next_is_read_in_that_order() -> None:
     of = engine(P=4, S=8)
     with of.cache:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EventReplay
+from engine import Engine
 
 Make = Callable[..., Engine]
 
@@ -195,14 +195,3 @@ def test_a_forced_reset_is_one_event_too(make: Make) -> None:
     assert kinds(engine.cache.events()) == ["cleared"]
     assert engine.cache.stats().forgotten_device_blocks == before, "nothing was evicted"
     assert engine.order() == list(range(8))
-
-
-def test_events_rebuild_the_cached_keys(make: Make) -> None:
-    engine = make(P=6, S=3, event_capacity=256)
-    replay = EventReplay()
-    for start in (0, 20, 0, 40, 20, 60, 0):
-        engine.seed(range(start, start + 13), committed=13)
-        engine.cache.content.offload(list(range(start, start + 13)))
-        replay.feed(engine.cache.events())
-        for tier in ("device", "host"):
-            assert replay.cached[tier] == set(engine.cached(tier))
