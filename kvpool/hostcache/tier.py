@@ -289,7 +289,7 @@ class HostTier(Closing):
         self = object.__new__(cls)
         self.host_blocks, self.block_bytes, self.identity = parsed.host_blocks, parsed.block_bytes, parsed.identity
         self._shared, self._description = None, parsed
-        self._fill(attach(parsed.tier).pool.reshape(-1))
+        self._fill(np.asarray(attach(parsed.tier).pool).reshape(-1))
         return self
 
     @property

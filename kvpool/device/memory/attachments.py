@@ -16,7 +16,7 @@ import numpy as np
 
 from kvpool.common.arrays.layout import BlockLayout, Tier, integer_argument
 from kvpool.common.process import Closing
-from kvpool.device.base import TIERS, Device
+from kvpool.device.base import TIERS, Device, DeviceArray
 from kvpool.device.cuda import close_unused, open_gpu_memory
 from kvpool.device.memory.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
 from kvpool.device.memory.pools import MemoryPools, shaped
@@ -31,15 +31,30 @@ _GONE = "the pool is gone: its process has ended, or has closed it"
 
 
 class SharedPart(NamedTuple):
-    """One part of a group: its layout, and where the pool's process has its memory."""
+    """The memory of one layout of a group.
+
+    Attributes
+    ----------
+    layout : BlockLayout
+        The layout of a block.
+    memory : MainMemory, GpuMemory or None
+        How another process opens the memory. None if there are no blocks.
+    """
 
     layout: BlockLayout
     memory: MainMemory | GpuMemory | None
-    """None if there are no blocks."""
 
 
 class SharedGroup(NamedTuple):
-    """A group of layers: its blocks in the tier, and its parts."""
+    """The memory of a group of layers.
+
+    Attributes
+    ----------
+    blocks : int
+        Number of blocks in the tier.
+    parts : tuple of SharedPart
+        The memory of each layout of the group.
+    """
 
     blocks: int
     parts: tuple[SharedPart, ...]
@@ -47,36 +62,54 @@ class SharedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedTier:
-    """What another process on the same machine needs to attach a tier of a pool. ``PoolMemory.share`` returns it.
+    """The description of a tier of a pool, by which another process on the same machine attaches it.
 
-    Attributes: ``tier``, "device" or "host"; ``device``, the name of the pool's device; ``groups[group]`` with its
-    ``blocks`` in the tier and ``parts[part].layout``; ``pid`` of the process that has the pool; ``fingerprint``.
-    Immutable, thread-safe. It can be pickled. ``to_json`` and ``from_json`` carry it as text where pickles are not
-    wanted. Both ways check what comes in.
+    ``PoolMemory.share`` returns it, and ``kvpool.attach`` takes it. It can be pickled, or sent as JSON with ``to_json``
+    and ``from_json``. Both are validated when they are read.
 
-    For processes of the same user, machine and PID namespace it is a key to all KV of the tier. It opens nothing for
-    others.
+    Attributes
+    ----------
+    tier : {"device", "host"}
+        The tier.
+    device : str
+        The name of the pool's device.
+    groups : tuple of SharedGroup
+        For each group of layers, its ``blocks`` in the tier and its ``parts``, each with a ``layout``.
+    pid : int
+        The id of the process that has the pool.
+    fingerprint : str
+        32 hexadecimal digits, which are equal for tiers whose arrays have the same shapes, element types and axes.
+
+    Notes
+    -----
+    Immutable and thread-safe. It gives processes of the same user, machine and PID namespace access to all KV of the
+    tier. Other processes cannot use it.
     """
 
     tier: Tier
     device: str
     groups: tuple[SharedGroup, ...]
     pid: int
+    # Memory without content that exists as long as the pool does.
     sign: MainMemory
-    """Memory without content that exists as long as the pool does."""
     machine: str
     namespace: int
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits. They are equal for tiers whose arrays have equal shapes, element types and meanings of each
-        axis."""
+        """The digest of the layouts and the numbers of blocks."""
         shapes = [(blocks, [tuple(asdict(part.layout).values()) for part in parts]) for blocks, parts in self.groups]
         content = repr(("kvpool shared tier", VERSION, self.tier, shapes))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> str:
-        """The description as JSON."""
+        """Return the description as JSON.
+
+        Returns
+        -------
+        str
+            The text, for ``from_json`` and ``kvpool.attach``.
+        """
         groups = [{"blocks": blocks, "parts": [_part_out(part) for part in parts]} for blocks, parts in self.groups]
         owner = {"pid": self.pid, "sign": _memory_out(self.sign), "machine": self.machine, "namespace": self.namespace}
         head = {"kvpool": VERSION, "tier": self.tier, "device": self.device, "fingerprint": self.fingerprint}
@@ -84,7 +117,23 @@ class SharedTier:
 
     @classmethod
     def from_json(cls, text: str) -> SharedTier:
-        """Read the result of ``to_json``. Raises TypeError, ValueError."""
+        """Return the description that ``to_json`` has written.
+
+        Parameters
+        ----------
+        text : str
+            The JSON text.
+
+        Returns
+        -------
+        SharedTier
+            The description.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a text that is not such a description.
+        """
         if not isinstance(text, str):
             raise TypeError(f"description: expected a string, got {text!r:.80}")
         if len(text) > TEXT_BYTES_MAX:
@@ -165,7 +214,7 @@ def _parsed(fields: dict[str, Any]) -> SharedTier:
 
 
 def machine() -> str:
-    """A text that differs between machines, and after this machine was started again."""
+    """Return a string that differs between machines, and changes when a machine is restarted."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -173,12 +222,12 @@ def machine() -> str:
 
 
 def namespace() -> int:
-    """The namespace of process ids. In another one, the same ids mean other processes."""
+    """Return the namespace of process ids. In another one, the same ids mean other processes."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 class Sharing:
-    """How one pool describes its memory to other processes. Thread-safe."""
+    """The descriptions of the memory of one pool for other processes. Thread-safe."""
 
     def __init__(self, device: Device, pools: MemoryPools) -> None:
         self._device, self._pools = device, pools
@@ -213,38 +262,59 @@ class Sharing:
 
 
 class Attachment(Closing):
-    """A tier of a pool of another process, in place. Made by ``attach``. It is a context manager that closes itself.
+    """The arrays of a tier of a pool in another process.
 
-    ``description`` is the ``SharedTier``. ``pools[group][part]`` are arrays with the shapes and types that
-    ``device_pools`` or ``host_pools`` have in the pool's process: NumPy arrays for main memory, CuPy arrays for GPU
-    memory. ``pool`` is the array of a pool that has only one. Thread-safe.
+    ``kvpool.attach`` returns it. A context manager, which closes it.
 
-    The pool is not informed of the attachment. Main memory stays readable while a view of it lives, even after the pool
-    is gone. ``alive`` is whether the memory still belongs to the pool. GPU memory is undefined once the pool is gone
-    (CUDA). A forked child inherits an attachment to main memory.
+    Attributes
+    ----------
+    description : SharedTier
+        The description of the tier.
+
+    Notes
+    -----
+    Thread-safe. The pool is not informed of the attachment. A forked child inherits an attachment to main memory.
+
+    Main memory stays readable while a view of it lives, even after the pool is closed. GPU memory is undefined then.
     """
 
     __slots__ = ("__weakref__", "_pools", "description")
 
-    def __init__(self, description: SharedTier, memory: list[list[Any]]) -> None:
+    def __init__(self, description: SharedTier, memory: list[list[DeviceArray]]) -> None:
         self.description = description
         pools = []
         for arrays, (blocks, parts) in zip(memory, description.groups, strict=True):
             each = zip(arrays, parts, strict=True)
             pools.append(tuple(shaped(array, part.layout, description.tier, blocks) for array, part in each))
-        self._pools: tuple[tuple[Any, ...], ...] | None = tuple(pools)
+        self._pools: tuple[tuple[DeviceArray, ...], ...] | None = tuple(pools)
 
     @property
-    def pools(self) -> tuple[tuple[Any, ...], ...]:
-        """Raises PoolClosed once the attachment is closed."""
+    def pools(self) -> tuple[tuple[DeviceArray, ...], ...]:
+        """The arrays, ``pools[group][part]``, as ``device_pools`` or ``host_pools`` of the pool have them.
+
+        They are NumPy arrays for main memory, CuPy arrays for GPU memory.
+
+        Raises
+        ------
+        PoolClosed
+            After the attachment was closed.
+        """
         pools = self._pools
         if pools is None:
             raise PoolClosed("the attachment is closed")
         return pools
 
     @property
-    def pool(self) -> Any:
-        """The only array. Raises ValueError if there are several."""
+    def pool(self) -> DeviceArray:
+        """The array of a pool with one group of layers of one layout.
+
+        Raises
+        ------
+        ValueError
+            For a pool with several groups or layouts, which has ``pools``.
+        PoolClosed
+            After the attachment was closed.
+        """
         pools = self.pools
         if len(pools) > 1 or len(pools[0]) > 1:
             parts = [len(group) for group in pools]
@@ -253,24 +323,32 @@ class Attachment(Closing):
 
     @property
     def layouts(self) -> tuple[tuple[BlockLayout, ...], ...]:
-        """``layouts[group][part]``."""
+        """The layouts of the arrays, ``layouts[group][part]``."""
         return tuple(tuple(part.layout for part in group.parts) for group in self.description.groups)
 
     @property
     def alive(self) -> bool:
-        """Whether the pool still exists: its process lives, and has not closed it."""
+        """Whether the pool still exists: its process runs and has not closed it."""
         return is_there(self.description.pid, self.description.sign)
 
     @property
     def closed(self) -> bool:
+        """Whether the attachment was closed."""
         return self._pools is None
 
     def close(self) -> None:
-        """Let go of the memory. It stays mapped until the last view of ``pools`` is gone; that of a GPU, until a
-        ``close`` or ``attach`` after that.
+        """Release the memory.
 
-        Waits for what this process has enqueued on a GPU. Close no attachment to a GPU while a stream is captured: CUDA
-        would end the capture. Raises DeviceError; a second call closes what the first could not, and else does nothing.
+        Raises
+        ------
+        DeviceError
+            Where a GPU does not close the memory. A second call tries again.
+
+        Notes
+        -----
+        Main memory stays mapped until the last view of ``pools`` is gone; GPU memory until a ``close`` or ``attach``
+        after that. On a GPU, the call waits for all work that this process has enqueued. Do not call it while a stream
+        is being captured, since CUDA would end the capture.
         """
         self._pools = None
         close_unused()
@@ -329,7 +407,7 @@ def attach(description: SharedTier | str) -> Attachment:
     return Attachment(parsed, memory)
 
 
-def _opened(description: SharedTier, blocks: int, part: SharedPart) -> Any:
+def _opened(description: SharedTier, blocks: int, part: SharedPart) -> DeviceArray:
     layout, handle = part
     nbytes = blocks * layout.block_bytes
     if handle is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -26,6 +26,14 @@ class Loan:
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
+
+
+class PinnedPointer(Protocol):
+    """A ``cupy.cuda.PinnedMemoryPointer``: an address of pinned memory, and the bytes after it."""
+
+    @property
+    def ptr(self) -> int: ...
+    def size(self) -> int: ...
 
 
 class TierPlace(NamedTuple):
@@ -65,20 +73,34 @@ class Lending:
 
 
 class Export:
-    """A tier of a pool, or a part of it, as an array for other packages. Made by ``PoolMemory.export``; nothing is
-    copied.
+    """A tier of a pool, or a part of it, as an array for other packages, without a copy.
 
-    Give it to ``numpy.from_dlpack``, ``jax.dlpack.from_dlpack``, ``torch.from_dlpack``, or anything else that takes
-    DLPack (0.x and 1.x). ``numpy.asarray`` takes main memory; anything with ``__cuda_array_interface__`` (3) takes GPU
-    memory. An index of integers, slices and an ellipsis gives the export of that part.
+    ``PoolMemory.export`` returns it. Pass it to ``torch.from_dlpack``, ``jax.dlpack.from_dlpack``,
+    ``numpy.from_dlpack``, or any other function that takes DLPack (0.x and 1.x). ``numpy.asarray`` takes main memory,
+    and consumers of ``__cuda_array_interface__`` (version 3) take GPU memory. An index of integers, slices and an
+    ellipsis returns the export of that part.
 
-    Attributes: ``tier``, ``group`` and ``part``; ``shape`` and ``strides`` (bytes); ``writable``; ``dtype``, the name
-    of the element type as in the layout, or with ``raw`` of the integers that NumPy stores. Thread-safe, immutable. An
-    export keeps the pool object alive, but does not keep it from closing. Arrays made of it do, until they are gone.
+    Attributes
+    ----------
+    tier : {"device", "host"}
+        The tier.
+    group : int
+        The index of the group of layers.
+    part : int
+        The index of the layout in the group.
+    dtype : str
+        The name of the element type as in the layout; with ``raw``, of the integers in which NumPy stores it.
+    writable : bool
+        Whether arrays that are made of it can be written.
 
-    Streams: if GPU memory or pinned memory is requested on a stream, that stream waits for all copies that the pool has
-    enqueued so far. ``__cuda_array_interface__`` names the legacy default stream, which then waits for them. Later
-    copies are ordered by the ``stream`` of the pool's calls, and for the host by leases.
+    Notes
+    -----
+    Immutable and thread-safe. An export keeps the pool object alive, and does not prevent ``KVCacheManager.close``.
+    Arrays that are made of it do, until they are gone.
+
+    If GPU memory or pinned memory is requested on a stream, that stream waits for all copies that the pool has enqueued
+    so far. ``__cuda_array_interface__`` names the legacy default stream, which then waits for them. Later copies are
+    ordered by the ``stream`` of the pool's calls, and for the host by leases.
     """
 
     __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "group", "part", "tier", "writable")
@@ -93,7 +115,7 @@ class Export:
 
     @classmethod
     def of_place(cls, lending: Lending, place: TierPlace, writable: bool, raw: bool) -> Export:
-        """The export of a whole place. Raises PoolClosed."""
+        """Return the export of a whole place. Raises PoolClosed."""
         pools = lending.pools
         layout, address, size = pools.layouts[place.group][place.part], pools.address(*place), pools.flat(*place).nbytes
         shape = layout.tier_shape(place.tier, size // layout.block_bytes)
@@ -103,14 +125,16 @@ class Export:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The number of elements along each axis."""
         return self._view.shape
 
     @property
     def strides(self) -> tuple[int, ...]:
+        """The number of bytes from an element to the next along each axis."""
         return self._view.strides
 
     def __getitem__(self, index: Any) -> Export:
-        """The export of a part. Raises TypeError, IndexError."""
+        """Return the export of a part. Raises TypeError, IndexError."""
         parts = tuple(index) if isinstance(index, tuple) else (index,)
         for part in parts:
             if isinstance(part, (bool, np.bool_)) or not (
@@ -135,7 +159,7 @@ class Export:
     def __dlpack__(
         self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
     ) -> Any:
-        """Make a capsule. Raises BufferError for a request that cannot be met, ValueError for an unknown stream,
+        """Return a capsule. Raises BufferError for a request that cannot be met, ValueError for an unknown stream,
         PoolClosed, DeviceError."""
         device = self.__dlpack_device__()
         if device[0] == dlpack.CPU:
@@ -157,7 +181,7 @@ class Export:
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Main memory as a NumPy array of the storage type, for ``numpy.asarray``."""
+        """Return main memory as a NumPy array of the storage type, for ``numpy.asarray``."""
         if self._memory != "host":
             raise TypeError(
                 "tier: expected main memory for a NumPy array, got memory of a GPU: packages for GPUs take it through "
@@ -172,8 +196,8 @@ class Export:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """GPU memory for other packages. From then on the export itself counts as a view. Raises AttributeError for
-        other memory, and for element types without a name."""
+        """The description of GPU memory for other packages. From then on, the export itself counts as a view. Raises
+        AttributeError for other memory, and for element types without a name."""
         if self._memory != "device":
             raise AttributeError("main memory has no __cuda_array_interface__")
         if self.dtype in dlpack.TYPE_CODES:
@@ -192,11 +216,26 @@ class Export:
             "stream": _LEGACY_STREAM,
         }
 
-    def pinned_memory(self) -> Any:
-        """Pinned memory as a ``cupy.cuda.PinnedMemoryPointer``, for code that accepts CuPy's pinned memory or a buffer
-        of bytes. It counts as a view, like any array. Waits for no copies: read only what leases hold.
+    def pinned_memory(self) -> PinnedPointer:
+        """Return pinned memory as CuPy's pinned memory, which is also a buffer of bytes.
 
-        Raises BufferError for a part with gaps, TypeError for memory that is not pinned, PoolClosed.
+        Returns
+        -------
+        cupy.cuda.PinnedMemoryPointer
+            It counts as a view, as an array does.
+
+        Raises
+        ------
+        BufferError
+            For a part with gaps.
+        TypeError
+            For memory that is not pinned.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        It does not wait for copies: read only the blocks of a lease.
         """
         if self.__dlpack_device__()[0] != dlpack.CUDA_HOST:
             name = self._lending.device.name
@@ -211,14 +250,15 @@ class Export:
         place = StridedArray(
             view.__array_interface__["data"][0], (view.nbytes,), 1, owner=self._lending.lend(self._place)
         )
-        return self._lending.device.views.pinned(place)
+        pinned: PinnedPointer = self._lending.device.views.pinned(place)
+        return pinned
 
     @property
     def _memory(self) -> Tier:
         return "device" if self.__dlpack_device__()[0] == dlpack.CUDA else "host"
 
     def _lent(self) -> Any:
-        """The memory as an array of its own package, on loan."""
+        """Return the memory as an array of its own package, on loan."""
         view, loan = self._view, self._lending.lend(self._place)
         address, kind = view.__array_interface__["data"][0], view.dtype.kind
         place = StridedArray(address, view.shape, view.itemsize, view.strides, self._memory, kind, self.writable, loan)
