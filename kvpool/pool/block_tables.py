@@ -487,8 +487,8 @@ class BlockTables:
             finally:
                 if not upload.retained:
                     self._staging.cancel(upload)
-        if upload.error is not None:
-            raise upload.error
+        if upload.errors:
+            raise upload.errors.pop()  # Whoever kept it would be kept by its frames.
         if not upload.retained:
             raise DeviceError(f"the device has failed: {self.core.transfer.broken}", sticky=True)
 

@@ -267,7 +267,7 @@ class Core:
             for event in events:
                 self.device.synchronize(event)
         except DeviceError as error:
-            self.transfer.broken = self.transfer.broken or error
+            self.transfer.fail(error)
             raise
 
     def follow(self, stream: object) -> None:

@@ -192,7 +192,7 @@ class BlockTableUpload(ABC):
     """Block tables on their way into ``targets``. After the decision, ``enqueue`` has the device read them.
 
     ``retained`` says that the buffer no longer belongs to the call, ``begun`` that the device may read it, and
-    ``cancelled`` that the call has ended by an exception. ``error`` says why the device did not accept all of it. What
+    ``cancelled`` that the call has ended by an exception. ``errors`` say why the device did not accept all of it. What
     is ``captured`` belongs to a graph, which writes the targets. Its shape does not change: ``least`` columns are
     staged of every sequence.
     """
@@ -201,7 +201,7 @@ class BlockTableUpload(ABC):
 
     def __init__(self, targets: Sequence[Table]) -> None:
         self.targets = targets
-        self.error: DeviceError | None = None
+        self.errors = list[DeviceError]()
         self.retained = self.begun = self.cancelled = False
 
     def capture(self, columns: int) -> None:
@@ -243,7 +243,7 @@ class BlockTableUpload(ABC):
             if error.sticky:
                 raise
             # Some of it may be enqueued, and read the buffer.
-            self.error = error
+            self.errors.append(error)
         # Behind this comes the replay: from now on the device waits for this stream when it closes.
         event = device.record(stream)
         if self.captured:

@@ -84,7 +84,7 @@ class Staging:
                     oldest = self._retained.oldest(stream.handle)
                 self._device.synchronize(oldest)
         except DeviceError as error:
-            self._transfer.broken = self._transfer.broken or error
+            self._transfer.fail(error)
             raise
         if spare is not None:
             self._device.free(spare.array)
@@ -158,7 +158,7 @@ class Staging:
         try:
             self._device.synchronize(self._transfer.event_behind(buffer.replays or stream))
         except DeviceError as error:
-            self._transfer.broken = self._transfer.broken or error
+            self._transfer.fail(error)
             raise
 
     def retain_replay(self, buffer: Buffer) -> None:

@@ -358,8 +358,13 @@ class Transfer:
             return self._device.as_stream(stream)
         except DeviceError as error:
             if error.sticky:
-                self.broken = self.broken or error
+                self.fail(error)
             raise
+
+    def fail(self, error: DeviceError) -> None:
+        """Count the device as broken, by its first error. The error itself is not kept: its frames refer to the pool,
+        which would then keep its memory and events until the garbage collector finds it."""
+        self.broken = self.broken or DeviceError(str(error), sticky=True)
 
     def slot(self, stream: Stream) -> int:
         """The small number of a stream. The caller holds the state lock."""
@@ -495,7 +500,7 @@ class Transfer:
             try:
                 call(*args)
             except BaseException as error:
-                self.broken = self._failed(error)
+                self.fail(self._failed(error))
 
     def _failed(self, error: BaseException) -> DeviceError:
         """What an error of the device means. Raises what a signal handler has raised meanwhile: the next call goes on
@@ -508,5 +513,5 @@ class Transfer:
         else:
             failure = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
         if failure.sticky:
-            self.broken = failure
+            self.fail(failure)
         return failure
