@@ -4,7 +4,7 @@ Kernels take them as rows of a table."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -202,15 +202,6 @@ def tabulate_fragments(fragments: Any, words_max: int, rows: Any) -> Any:
     return count, most, said
 
 
-class FragmentTable(NamedTuple):
-    """Rows int64[n, 4] for kernels, as in ``copy.cuh``, and the words of the longest. ``in_words``: whether all
-    addresses and lengths are whole words of 16 bytes."""
-
-    rows: Int64s
-    words: int
-    in_words: bool
-
-
 @jit
 def measured(fragments: Any, hosts: Any) -> tuple[int, int, bool, bool]:
     """Of fragments: all bytes, the most words of 16 bytes or of one that they have, and whether the source and the
@@ -235,15 +226,6 @@ def table_size(fragments: Int64s, words: int | None = None) -> tuple[int, int]:
     # A kernel looks at as many pieces of each row as the longest has.
     words_max = min(_WORDS_MAX, max(PIECE_WORDS, 2 * words // max(1, len(fragments))))
     return words_max, 3 * len(fragments) + words // words_max
-
-
-def tabulate(fragments: Int64s, size: tuple[int, int] | None = None, rows: Int64s | None = None) -> FragmentTable:
-    """The rows of fragments that do not depend on each other, for kernels. ``size``: as in ``table_size``, where that
-    is known. ``rows``: where to write them."""
-    words_max, room = size or table_size(fragments)
-    rows = np.empty((room, 4), np.int64) if rows is None else rows
-    count, most, said = tabulate_fragments(fragments, words_max, rows)
-    return FragmentTable(rows[:count], int(most), not said % UNIT)
 
 
 @jit
@@ -297,14 +279,6 @@ class Cutter:
         """The most rows that ``tabulate_blocks`` writes for this many copy ops."""
         return count * max(1, self.plan.outer)
 
-    def tabulate(self, copy_ops: Int64s, rows: Int64s | None = None) -> FragmentTable:
-        """The rows of copy ops, for kernels. ``rows``: where to write them, if they are ``in_words``."""
-        if not self.in_words:
-            return tabulate(self.cut(copy_ops))
-        rows = np.empty((self.room(len(copy_ops)), 4), np.int64) if rows is None else rows
-        count, most = tabulate_blocks(copy_ops, self.vector, rows)
-        return FragmentTable(rows[:count], int(most), True)
-
 
 @jit
 def _split(fragments: Any, hosts: Any, out: Any, cursor: Any) -> int:
@@ -326,8 +300,7 @@ def by_direction(copy_ops: Int64s, device_blocks: int) -> Iterator[tuple[str, In
 def load_cutting(cutters: Iterable[Cutter]) -> None:
     """Compile what these cutters run, or load it from disk, so that the first copy does not."""
     copy_ops, fragments = np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64)
-    tabulate(fragments)
+    measured(fragments, _NO_CHUNKS)
     for cutter in cutters:
         cutter.about(copy_ops), cutter.cut(copy_ops)
-        cutter.tabulate(copy_ops)
         split(fragments, cutter.host)

@@ -186,7 +186,6 @@ _PLANE = _record(*KvPlane._fields[:-1], "words", "chunk_layers", ("step", _DIGIT
 KV_COPY = _record(
     *KvTokens._fields, "layers", "planes", "gather", ("plane", _PLANE, PLANES), ("bases", np.int64, BASES)
 )
-FRAGMENT_TABLE = _record("rows", "count", "pieces")
 TOKEN_MOVES = _record(
     ("plan", np.int64, PLAN_FIELDS), "groups", *((name, np.uint32, MOVES) for name in ("ends", "source", "target"))
 )
@@ -286,32 +285,6 @@ COPY_FRAGMENTS = "copy_fragments.cu", "copy_fragments"
 BULK_FRAGMENTS = "bulk_fragments.cu", "bulk_fragments"
 BULK_CAPABILITY = 9
 """The first compute capability that has bulk copies."""
-
-
-def fragment_copies(
-    rows: int, count: int, words: int, *, host: bool, grid: Grid, chosen: int | None = None, bulk: bool = False
-) -> Iterator[Launch]:
-    """The launches, one unless there are very many, that copy fragments which do not depend on each other.
-
-    Parameters
-    ----------
-    rows
-        Address of the rows of a ``fragments.FragmentTable``, at a multiple of 16, that kernels can read.
-    words
-        Of the longest.
-    host, chosen
-        As in ``kv_copy``.
-    bulk
-        Whether copy units move the bytes: of rows whose addresses and lengths are multiples of 16.
-    """
-    kernel, threads = (BULK_FRAGMENTS, WARP) if bulk else (COPY_FRAGMENTS, THREADS)
-    pieces = -(-words // PIECE_WORDS)
-    per_launch = max(1, COUNT_MAX // max(1, pieces))
-    for first in range(0, count, per_launch):
-        some = min(per_launch, count - first)
-        record = np.array([rows + first * ROW_BYTES, some, pieces], np.int64).view(FRAGMENT_TABLE)
-        thread_blocks = grid.thread_blocks(-(-some * pieces * WARP // threads), host, chosen)
-        yield Launch(*kernel, thread_blocks, threads, record)
 
 
 def token_moves(plan: CopyPlan, work: TokenMoves, grid: Grid) -> Iterator[Launch]:

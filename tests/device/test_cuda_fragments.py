@@ -16,6 +16,7 @@ from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import BYTES, FROM, SOURCE, TO, TOKENS
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
+from tests.kernels.fragment_tables import table_of
 
 LAYOUTS = [
     BlockLayout(*shape, dtype="uint8", planes=planes, order=order, tokens=tokens)
@@ -125,6 +126,6 @@ def test_given_fragments_cross_no_chunk_of_any_host_memory_and_follow_each_other
 def test_nothing_is_sorted_for_a_kernel() -> None:
     pools = make_pools(CpuDevice(), BlockLayout(2, 1, 16, 4, order="block_first"))
     places = np.random.default_rng(0).permutation(DEVICE_BLOCKS)
-    table = cutter_of(pools, 1 << 30).tabulate(as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in places)))
+    table = table_of(cutter_of(pools, 1 << 30), as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in places)))
     first = pools.flat("device").ctypes.data
     assert ((table.rows[:, 0] - first) // pools.layout.block_bytes).tolist() == places.tolist()

@@ -399,23 +399,53 @@ def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_on
 def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_direction(
     driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch, path: str, kernel: str
 ) -> None:
-    launches, launch = list[tuple[int, bool]](), CudaLauncher.launch
-    monkeypatch.setattr(native, "find_functions", lambda driver, context: None)
+    launches, handles = list[tuple[int, bool]](), dict[int, str]()
+    compiled, find_functions = CudaLauncher._compile, native.find_functions
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 11)
+    kept: list[Any] = []
 
-    def noted(launcher: CudaLauncher, what: Any, stream: int) -> None:
-        """Notes the stream, and whether another one is busy."""
-        if what.kernel == kernel:
-            others = {other for other, _ in launches} - {stream}
-            busy = any(driver.library.emu_pending(ctypes.c_void_p(other)) for other in others)
-            launches.append((stream, busy))
-        launch(launcher, what, stream)
+    def named(launcher: CudaLauncher, source: str, name: str) -> Any:
+        made = compiled(launcher, source, name)
+        handles[made[1]] = name
+        return made
 
-    monkeypatch.setattr(CudaLauncher, "launch", noted)
+    def noting(*arguments: Any) -> np.ndarray:
+        """The functions of the driver, of which that of a launch notes the stream, and whether another one is busy."""
+        functions = find_functions(*arguments)
+        launch = kind(int(functions[native.LAUNCH]))
+
+        def noted(*of_launch: int) -> int:
+            if handles.get(of_launch[0]) == kernel:
+                stream = of_launch[8]
+                others = {other for other, _ in launches} - {stream}
+                busy = any(driver.library.emu_pending(ctypes.c_void_p(other)) for other in others)
+                launches.append((stream, busy))
+            return int(launch(*of_launch))
+
+        kept.append(kind(noted))
+        functions[native.LAUNCH] = ctypes.cast(kept[-1], ctypes.c_void_p).value
+        return functions
+
+    monkeypatch.setattr(CudaLauncher, "_compile", named)
+    monkeypatch.setattr(native, "find_functions", noting)
     assert cuda.wrong_bytes(describe_gpus()[0], path) == ""
     (first, _), *_ = launches
     kinds = 2 * 3  # blocks and fragments, three directions
     assert launches.count((first, False)) >= kinds
     assert sum(busy for stream, busy in launches if stream != first) >= kinds, "beside copies on the first stream"
+
+
+def test_the_calls_that_copy_are_loaded_with_a_pool_also_where_no_kernel_is_tested(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first copy would wait for the compiler."""
+    loaded: list[bool] = []
+    monkeypatch.setenv("KVPOOL_SELF_TEST", "0")
+    monkeypatch.setattr(native, "load", lambda: loaded.append(True))
+    device = CudaDevice(calibration="kernel")
+    make_pools(device, LAYOUT).close()
+    device.close()
+    assert loaded
 
 
 def test_a_kernel_whose_code_is_wrong_is_not_used(

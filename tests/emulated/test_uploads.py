@@ -13,7 +13,7 @@ from engine import small_layout
 from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
-from kvpool.device.cuda import COPY_PATH, CudaDevice, native
+from kvpool.device.cuda import COPY_PATH, CudaDevice
 from kvpool.device.cuda.launcher import QUERIED_ABOVE
 from kvpool.errors import DeviceError
 from kvpool.pool import StepTables
@@ -27,16 +27,8 @@ LAYOUT = BlockLayout(2, 2, 16, 4)
 OFFLOADS = as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in (0, 2, 4)))
 
 
-@pytest.fixture(params=["native", "cupy"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of launching."""
-    if request.param == "cupy":
-        monkeypatch.setattr(native, "find_functions", lambda driver, context: None)
-    return str(request.param)
-
-
 @pytest.fixture
-def device(driver: Driver, way: str) -> Iterator[CudaDevice]:
+def device(driver: Driver) -> Iterator[CudaDevice]:
     """One that copies with kernels."""
     made = CudaDevice(calibration="kernel")
     yield made
@@ -165,7 +157,6 @@ def test_the_table_of_a_copy_is_not_copied_itself(driver: Driver, device: CudaDe
         np.testing.assert_array_equal(copied, expected[0][:, :, moves[0, 0]])
 
 
-@pytest.mark.usefixtures("way")
 def test_a_buffer_whose_event_cannot_be_recorded_is_not_used_again(driver: Driver) -> None:
     before = driver.in_use()
     device = CudaDevice(calibration="kernel")
@@ -188,7 +179,6 @@ def test_a_buffer_whose_event_cannot_be_recorded_is_not_used_again(driver: Drive
 # Sources
 
 
-@pytest.mark.usefixtures("way")
 def test_a_table_kernel_is_loaded_on_each_gpu_before_its_first_launch(driver: Driver) -> None:
     """Both GPUs are of one kind. A load at the first launch could wait for all that runs there."""
     from kvpool.device.cuda import table_kernels

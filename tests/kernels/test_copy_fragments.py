@@ -9,36 +9,35 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device import launches as copies
 from kvpool.device.copy_plan import make_plan
-from kvpool.device.fragments import Cutter, FragmentTable, tabulate
+from kvpool.device.fragments import Cutter
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import BYTES, FROM, TO, TOKENS
 from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, each_layout, make_pools, random_moves
+from tests.kernels.fragment_tables import Table, launched, table_of, tabulate
 from tests.kernels.shim import ShimLauncher
 
 # layers, kv_heads, head_dim, tokens_per_block: odd sizes, and runs of several pieces with a rest.
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
 
 
-def launch_all(table: FragmentTable, launcher: ShimLauncher, chosen: int | None = None, bulk: bool = False) -> None:
+def launch_all(table: Table, launcher: ShimLauncher, chosen: int | None = None, bulk: bool = False) -> None:
     """What a device does with a table: its rows lie where kernels can read them."""
     with launcher.uploaded(table.rows, 0, host=True) as rows:
-        for launch in copies.fragment_copies(
-            rows, len(table.rows), table.words, host=True, grid=launcher.grid, chosen=chosen, bulk=bulk
-        ):
+        for launch in launched(table, rows, launcher.grid, chosen, bulk):
             launcher.launch(launch, 0)
 
 
-def table_of(pools: MemoryPools, moves: np.ndarray) -> FragmentTable:
+def table_of_blocks(pools: MemoryPools, moves: np.ndarray) -> Table:
     plan = make_plan(pools.layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
     cutter = Cutter(plan, np.array([[plan.host.base, plan.host.base + pools.flat("host").nbytes, 1 << 30]]))
-    return cutter.tabulate(moves)
+    return table_of(cutter, moves)
 
 
 def check(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher, chosen: int | None = None) -> None:
     expected = pools.device_pool.copy(), pools.host_pool.copy()
     reference.copy_blocks(pools.layout, *expected, moves)
-    launch_all(table_of(pools, moves), launcher, chosen)
+    launch_all(table_of_blocks(pools, moves), launcher, chosen)
     np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected[0].view(np.uint8))
     np.testing.assert_array_equal(pools.host_pool.view(np.uint8), expected[1].view(np.uint8))
 
@@ -120,7 +119,7 @@ def test_only_whole_words_can_be_copied_in_bulk() -> None:
     assert tabulate(np.array([[4096, 1 << 20, 64]])).in_words
 
 
-def unpacked(table: FragmentTable) -> list[tuple[int, int, int, int]]:
+def unpacked(table: Table) -> list[tuple[int, int, int, int]]:
     """For each row: bytes of a run, runs, and the units between them at each end."""
     low = (1 << 32) - 1
     return [(shape & low, shape >> 32, steps & low, steps >> 32) for _, _, shape, steps in table.rows.tolist()]
@@ -144,7 +143,7 @@ def test_whole_words_are_copied_as_such_whatever_the_ends() -> None:
 def test_a_layer_first_block_is_one_row_however_many_layers_it_has() -> None:
     layout = BlockLayout(5, 2, 64, 8, dtype="float32", order="layer_first")
     pools = make_pools(CpuDevice(), layout)
-    rows = unpacked(table_of(pools, as_moves((0, 7, 8), (1, 9, 8))))
+    rows = unpacked(table_of_blocks(pools, as_moves((0, 7, 8), (1, 9, 8))))
     assert [row[:2] for row in rows] == [(layout.segment_bytes, layout.layers * layout.planes)] * 2
     pools.close()
 
@@ -162,7 +161,7 @@ def test_shim_reads_one_row_of_the_table_for_a_piece() -> None:
     pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
     check(pools, as_moves((0, 7, 8), (1, 8, 8), (2, 9, 8)), launcher)
     (launch,) = launcher.launches
-    pieces = 3 * int(launch.record["pieces"][0])
+    pieces = 3 * int(launch.record[2])
     # For each lane; a warp makes two loads of 16 bytes.
     assert pieces == 3 * layout.block_bytes // 4096 and launcher.table_loads == 2 * 32 * pieces
     pools.close()

@@ -1,5 +1,5 @@
-"""Launches by machine code, on a driver of functions in Python: what it is told, what fails, and that it does as the
-way through CuPy does."""
+"""Launches by machine code, on a driver of functions in Python: what it is told, what fails, and that its rows and
+launches are those that are made step by step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from kvpool.device import CpuDevice
 from kvpool.device.copy_plan import make_plan
 from kvpool.device.cuda import native
 from kvpool.device.cuda.runtime import Driver
-from kvpool.device.fragments import Cutter, FragmentTable, table_size, tabulate
-from kvpool.device.launches import THREADS, WARP, Grid, Launch, fragment_copies
+from kvpool.device.fragments import Cutter, table_size
+from kvpool.device.launches import THREADS, WARP, Grid, Launch
+from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools, random_moves
+from tests.kernels.fragment_tables import Table, launched, table_of, tabulate
 from tests.kernels.test_copy_fragments import random_fragments
 
 GRID, CONTEXT, STREAM, EVENT, COPY, BULK = Grid(2), 0x1000, 0x70, 0x60, 0x50, 0x40
@@ -78,15 +80,14 @@ def target(rows: np.ndarray, bulk: bool = False) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def expected(table: FragmentTable, address: int, bulk: bool) -> list[tuple[Any, ...]]:
-    """What the way through CuPy launches."""
+def expected(table: Table, address: int, bulk: bool) -> list[tuple[Any, ...]]:
+    """What is launched for a table."""
 
     def seen(launch: Launch) -> tuple[Any, ...]:
         handle = BULK if launch.kernel == "bulk_fragments" else COPY
         return handle, launch.thread_blocks, launch.threads, launch.record.tobytes()
 
-    bulk = bulk and table.in_words
-    return [*map(seen, fragment_copies(address, len(table.rows), table.words, host=True, grid=GRID, bulk=bulk))]
+    return [*map(seen, launched(table, address, GRID, bulk=bulk and table.in_words))]
 
 
 def cutter_and_moves(seed: int) -> tuple[Cutter, np.ndarray]:
@@ -98,12 +99,12 @@ def cutter_and_moves(seed: int) -> tuple[Cutter, np.ndarray]:
 
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_are_launched_as_cupy_does_it(seed: int, bulk: bool) -> None:
+def test_blocks_are_rows_and_launches_as_made_step_by_step(seed: int, bulk: bool) -> None:
     (cutter, moves), functions = cutter_and_moves(seed), Functions()
     rows = np.zeros((cutter.room(len(moves)), 4), np.int64)
     to = target(rows, bulk)
     assert cutter.in_words and native.copy_blocks(functions.found(), to, moves, cutter.vector) == 0
-    table = cutter.tabulate(moves)
+    table = table_of(cutter, moves)
     np.testing.assert_array_equal(rows[: len(table.rows)], table.rows)
     assert functions.launches == expected(table, rows.ctypes.data, bulk) and to[native.RECORDED]
     assert functions.calls == ["cuCtxGetCurrent", *["cuLaunchKernel"] * len(functions.launches), "cuEventRecord"]
@@ -112,7 +113,7 @@ def test_blocks_are_launched_as_cupy_does_it(seed: int, bulk: bool) -> None:
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("unit", [1, 16])
 @pytest.mark.parametrize("seed", range(6))
-def test_fragments_are_launched_as_cupy_does_it(seed: int, unit: int, bulk: bool) -> None:
+def test_fragments_are_rows_and_launches_as_made_step_by_step(seed: int, unit: int, bulk: bool) -> None:
     _, fragments = random_fragments(np.random.default_rng(seed), 40, 9000, unit)
     functions, (words_max, room) = Functions(), table_size(fragments)
     rows = np.zeros((room, 4), np.int64)
@@ -163,19 +164,20 @@ def test_a_call_that_fails_is_named_with_its_status_and_leaves_the_context(
 @pytest.mark.parametrize("current", [CONTEXT, 0, 0x2000])
 def test_another_context_is_current_again_afterwards(current: int) -> None:
     functions, record = Functions(current), np.arange(4)
-    assert native.launch(functions.found(), COPY, 3, 64, record.ctypes.data, STREAM) == 0
+    assert native.launch(functions.found(), COPY, np.array([3, 1, 64]), record, np.empty(1, np.int64), STREAM) == 0
     assert functions.launches == [(COPY, 3, 64, record.tobytes()[:24])] and functions.contexts == [current]
     pushed = [] if current == CONTEXT else ["cuCtxPushCurrent_v2"]
     popped = [] if current == CONTEXT else ["cuCtxPopCurrent_v2"]
     assert functions.calls == ["cuCtxGetCurrent", *pushed, "cuLaunchKernel", *popped]
 
 
-def test_a_driver_that_lacks_a_function_has_no_addresses() -> None:
+def test_a_driver_that_lacks_a_function_is_refused() -> None:
     def missing(name: str) -> Any:
         raise OSError(name)
 
-    assert native.find_functions(Driver(missing), CONTEXT) is None
-    assert native.find_functions(Functions(), None) is None  # type: ignore[arg-type]
+    for driver, context in ((Driver(missing), CONTEXT), (Functions(), None)):
+        with pytest.raises(DeviceError, match="cuLaunchKernel"):
+            native.find_functions(driver, context)  # type: ignore[arg-type]
 
 
 def test_the_functions_of_a_launch_are_kept_on_disk() -> None:
@@ -200,9 +202,9 @@ def test_numbers_are_passed_one_by_one(current: int) -> None:
             seen.append([ctypes.c_int64.from_address(place).value for place in places])
 
     values = [1, -1, 1 << 62, 0]
-    numbers, grid = np.array([*values, *values]), np.array([7, 3, 64])
+    numbers, grid = np.array(values), np.array([7, 3, 64])
     for place, status in ((99, 0), (1 + (current != CONTEXT), 700)):
         functions = Reading(current, {place: status})
-        result = native.launch_numbers(functions.found(), COPY, grid, numbers, STREAM)
+        result = native.launch(functions.found(), COPY, grid, numbers, np.empty_like(numbers), STREAM)
         assert native.failure(result) == ("cuLaunchKernel", status) and functions.contexts == [current]
     assert seen == [values]

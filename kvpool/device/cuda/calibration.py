@@ -17,14 +17,14 @@ from kvpool.common.jit.cache import content_of, digest
 from kvpool.device.cuda import native
 from kvpool.device.cuda.runtime import Gpu
 from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN, table_size
-from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, fragment_copies
+from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source
 
 PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 """Plain: one copy of the copy engine for each fragment. Batched: all fragments in one call of the driver. Kernel: a
 kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
 KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
 """The paths that are kernels: source and name. They have to pass a test on the GPU first."""
-_ROW_BUILDERS = native.copy_blocks, native.copy_fragments, fragment_copies, table_size
+_ROW_BUILDERS = native.copy_blocks, native.copy_fragments, table_size
 """The code that writes the rows which these kernels read. ``content_of`` looks at what it calls, too."""
 DIRECTIONS = (OFFLOAD, ONBOARD, WITHIN)
 

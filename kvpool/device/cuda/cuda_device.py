@@ -170,7 +170,6 @@ def wrong_bytes(gpu: Gpu, path: str) -> str:
     with _testing:
         wrong = _tested.get((gpu, path))
         if wrong is None:
-            native.load()
             wrong = "" if has_passed(gpu, path) else _wrong_bytes(gpu.number, path)
             if wrong:
                 warnings.warn(f"the kernel of the path {path!r} is not used on GPU {gpu.number}: {wrong}", stacklevel=2)
@@ -365,17 +364,19 @@ class CudaDevice(Device):
             for _, some in by_direction(copy_ops, cutter.plan.device_blocks):
                 self._copy(cutter, some, stream)
             return
-        path = PLAIN if direction == INSIDE_HOST else self._choose(direction, nbytes, count, stream)
-        if path in KERNELS:
-            how = path == BULK, direction != WITHIN, stream
-            if cutter.in_words:
-                copied = self._launcher.copy_blocks(cutter, copy_ops, *how)
-            else:
-                copied = self._launcher.copy_fragments(cutter.cut(copy_ops), None, *how)
-            if copied:
-                return
-            path = self._choose(direction, nbytes, count, stream, crowded=True)
-        self._copy_fragments(cutter.cut(copy_ops), path, stream)
+        if cutter.in_words:
+            self._copy_one_way(
+                direction,
+                nbytes,
+                count,
+                stream,
+                partial(self._launcher.copy_blocks, cutter, copy_ops),
+                lambda: cutter.cut(copy_ops),
+            )
+            return
+        fragments = cutter.cut(copy_ops)
+        kernel = partial(self._launcher.copy_fragments, fragments, None)
+        self._copy_one_way(direction, nbytes, count, stream, kernel, lambda: fragments)
 
     def _copy_given(self, fragments: Int64s, bound: _CutPool, stream: int) -> None:
         """Copy fragments of the caller, which all go one way."""
@@ -383,23 +384,31 @@ class CudaDevice(Device):
             return
         nbytes, words, source, target = measured(fragments, bound.hosts)
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
-        path = self._choose(direction, nbytes, len(fragments), stream)
-        if path in KERNELS:
-            if self._launcher.copy_fragments(fragments, words, path == BULK, direction != WITHIN, stream):
-                return
-            path = self._choose(direction, nbytes, len(fragments), stream, crowded=True)
-        self._copy_fragments(split(fragments, bound.hosts), path, stream)
+        kernel = partial(self._launcher.copy_fragments, fragments, words)
+        cut = partial(split, fragments, bound.hosts)
+        self._copy_one_way(direction, nbytes, len(fragments), stream, kernel, cut)
 
-    def _choose(self, direction: str, nbytes: int, count: int, stream: int, crowded: bool = False) -> str:
-        """The path for this number of fragments and of bytes. With ``crowded``, no kernel, since too many rows are
-        unread: to make room would wait for the device, which holds the transfer lock."""
-        self.crowded_copies += crowded
-        return self.calibration.choose(direction, nbytes // count, count, self._paths(stream, crowded))
-
-    def _paths(self, stream: int, crowded: bool = False) -> tuple[str, ...]:
-        """The paths that can be used on a stream."""
+    def _copy_one_way(
+        self,
+        direction: str,
+        nbytes: int,
+        count: int,
+        stream: int,
+        kernel: Callable[[bool, bool, int], bool],
+        cut: Callable[[], Int64s],
+    ) -> None:
+        """Make copies by the fastest path for this number of fragments and of bytes: ``kernel``, or the fragments of
+        ``cut`` by copy engines. These copy too where too many rows are unread: to make room would wait for the device,
+        which holds the transfer lock."""
         engines = self._engines if stream else (PLAIN,)
-        return engines if crowded else engines + self._loaded
+        choose = partial(self.calibration.choose, direction, nbytes // count, count)
+        path = PLAIN if direction == INSIDE_HOST else choose(engines + self._loaded)
+        if path in KERNELS:
+            if kernel(path == BULK, direction != WITHIN, stream):
+                return
+            self.crowded_copies += 1
+            path = choose(engines)
+        self._copy_fragments(cut(), path, stream)
 
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""
@@ -409,6 +418,7 @@ class CudaDevice(Device):
         # Bytes that are not whole words always take the other kernel.
         if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
             return ()
+        native.load()
         loaded = [path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path])]
         return tuple(path for path in loaded if not (self.self_test and wrong_bytes(self.gpu, path)))
 

@@ -1,4 +1,4 @@
-"""CudaLauncher: runs kernels through CuPy, and keeps the small arrays that they read until they are done."""
+"""CudaLauncher: runs kernels that CuPy compiles, and keeps the small arrays that they read until they are done."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s, Uint8s
-from kvpool.device.base import Retired, Stream, stream_argument
+from kvpool.device.base import Retired, stream_argument
 from kvpool.device.cuda import native
 from kvpool.device.cuda.cuda_streams import CudaEvent, EventPool
 from kvpool.device.cuda.runtime import RuntimeCalls, own_name, usable_stream
-from kvpool.device.fragments import Cutter, FragmentTable, table_size, tabulate
+from kvpool.device.fragments import Cutter, table_size
 from kvpool.device.launches import (
     BULK_FRAGMENTS,
     BUS_THREAD_BLOCKS,
@@ -30,7 +29,6 @@ from kvpool.device.launches import (
     WARP,
     Grid,
     Launch,
-    fragment_copies,
     kernel_source,
 )
 from kvpool.errors import DeviceError
@@ -195,9 +193,6 @@ class Uploads:
             self._kept.clear()
 
 
-_void = lru_cache(None)(lambda nbytes: np.dtype((np.void, nbytes)))
-"""The type of ``nbytes`` bytes without fields."""
-
 # cudaDevAttrHostNativeAtomicSupported. True for links from chip to chip, false for a bus. CuPy has no name for it.
 _HOST_NATIVE_ATOMICS = 86
 
@@ -205,8 +200,6 @@ _HOST_NATIVE_ATOMICS = 86
 class CudaLauncher:
     """A ``launches.Launcher`` for one GPU. ``cupy`` is that package. ``thread_blocks``: those of kernels that cross the
     link to the host, 0 for as many as its kind needs. Thread-safe.
-
-    It launches by ``native`` where the driver's functions have addresses, else through CuPy.
     """
 
     def __init__(
@@ -216,9 +209,7 @@ class CudaLauncher:
         self._lock = threading.Lock()
         self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         """Kernels of CuPy, and their handles on this GPU."""
-        # Streams for CuPy, made of their numbers only.
-        self._on = lru_cache(256)(lambda handle: cupy.cuda.Stream.from_external(Stream(handle)))
-        self._events, self.uploads = events, Uploads(calls, events, buffers, self.own_address)
+        self.uploads = Uploads(calls, events, buffers, self.own_address)
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))
             chips = runtime.deviceGetAttribute(_HOST_NATIVE_ATOMICS, calls.index)
@@ -239,68 +230,45 @@ class CudaLauncher:
     def launch(self, launch: Launch, stream: int) -> None:
         """See ``launches.Launcher``. Raises DeviceError, even if the source cannot be compiled."""
         self.load(launch.source, launch.kernel)
-        kernel, handle = self._kernels[launch.source, launch.kernel]
-        if self._driver is not None:
-            where = launch.thread_blocks, launch.threads, launch.record.ctypes.data, stream
-            native.check(self._calls, native.launch(self._driver, handle, *where))
-            return
-        with self._calls(launch.kernel):
-            # CuPy passes a NumPy array of one element by value. It takes longer for one with fields.
-            record = launch.record.view(_void(launch.record.itemsize))
-            kernel((launch.thread_blocks,), (launch.threads,), (record,), stream=self._on(stream))
+        _, handle = self._kernels[launch.source, launch.kernel]
+        grid = np.array([launch.thread_blocks, 1, launch.threads], np.int64)
+        what = handle, grid, launch.record.view(np.int64), np.empty(1, np.int64)
+        native.check(self._calls, native.launch(self._driver, *what, stream))
 
     def copy_blocks(self, cutter: Cutter, copy_ops: Int64s, bulk: bool, host: bool, stream: int) -> bool:
         """Copy blocks whose bytes are whole words by a kernel: by copy units if ``bulk``. ``host``: they cross the
         link. Returns False, with nothing enqueued, where too many rows are unread. Raises DeviceError, MemoryError."""
-        room, how = cutter.room(len(copy_ops)), (bulk, host, stream)
-        return self._copy(native.copy_blocks, (copy_ops, cutter.vector), partial(cutter.tabulate, copy_ops), room, *how)
+        room = cutter.room(len(copy_ops))
+        return self._copy(native.copy_blocks, copy_ops, cutter.vector, room, bulk, host, stream)
 
     def copy_fragments(self, fragments: Int64s, words: int | None, bulk: bool, host: bool, stream: int) -> bool:
         """Likewise for fragments. ``words``: as in ``measured``, where that is known."""
-        size, how = table_size(fragments, words), (bulk, host, stream)
-        table = partial(tabulate, fragments, size)
-        return self._copy(native.copy_fragments, (fragments, size[0]), table, size[1], *how)
+        words_max, room = table_size(fragments, words)
+        return self._copy(native.copy_fragments, fragments, words_max, room, bulk, host, stream)
 
     def _copy(
         self,
         call: Callable[..., int],
-        inputs: tuple[Any, ...],
-        table: Callable[..., FragmentTable],
+        copies: Int64s,
+        how: Any,
         room: int,
         bulk: bool,
         host: bool,
         stream: int,
     ) -> bool:
-        """Copy ``room`` rows or fewer. ``table`` makes them without ``native``."""
+        """Make copies by a function of ``native``, in ``room`` rows or fewer. ``how``: its last argument."""
         buffer = self.uploads.take(ROW_BYTES * room)
         if buffer is None:
             return False
-        recorded = False
+        crooked = self._kernels[COPY_FRAGMENTS][1], THREADS
+        whole = (self._kernels[BULK_FRAGMENTS][1], WARP) if bulk else crooked
+        place = buffer.address, room, stream, buffer.event.handle, self._most[host]
+        to = np.array([*place, *whole, *crooked, 0], np.int64)
         try:
-            if self._driver is None:
-                rows = buffer.memory[: ROW_BYTES * room].view(np.int64).reshape(room, 4)
-                try:
-                    self._launch_rows(table(rows=rows), buffer.address, bulk, host, stream)
-                finally:
-                    self._events.record_again(buffer.event, stream)
-                    recorded = True
-            else:
-                crooked = self._kernels[COPY_FRAGMENTS][1], THREADS
-                whole = (self._kernels[BULK_FRAGMENTS][1], WARP) if bulk else crooked
-                place = buffer.address, room, stream, buffer.event.handle, self._most[host]
-                to = np.array([*place, *whole, *crooked, 0], np.int64)
-                result = call(self._driver, to, *inputs)
-                recorded = bool(to[native.RECORDED])
-                native.check(self._calls, result)
+            native.check(self._calls, call(self._driver, to, copies, how))
         finally:
-            self.uploads.retire(buffer, stream, recorded)
+            self.uploads.retire(buffer, stream, bool(to[native.RECORDED]))
         return True
-
-    def _launch_rows(self, table: FragmentTable, rows: int, bulk: bool, host: bool, stream: int) -> None:
-        """What ``native`` does, through CuPy."""
-        bulk = bulk and table.in_words
-        for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=self.grid, bulk=bulk):
-            self.launch(launch, stream)
 
     def load(self, source: str, kernel: str) -> None:
         """Compile a kernel and load it completely. A driver that loads late may wait for the whole GPU at the first

@@ -1,9 +1,7 @@
 """Launches by machine code: rows, launch and event in one jitted call that needs no interpreter.
 
-There are two ways of launching. This one calls the driver's functions by their addresses, and takes microseconds.
-``CudaLauncher._launch_rows`` does the same through CuPy, step by step: it is the one to read, and the one in use
-where the driver's functions cannot be had. CuPy compiles and owns the kernels and the events of both; here they are
-handles. Tests run each test of a copy by both.
+It calls the driver's functions by their addresses, and takes microseconds. CuPy compiles and owns the kernels and the
+events; here they are handles.
 
 Numba calls pointers of ctypes too, but keeps no such function on disk. ``call_c`` takes the address as a number.
 """
@@ -25,6 +23,7 @@ from kvpool.common.jit.intrinsics import Code, address_of, array_at, primitive
 from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.fragments import UNIT, tabulate_blocks, tabulate_fragments
 from kvpool.device.launches import COUNT_MAX, PIECE_WORDS, ROW_BYTES, WARP
+from kvpool.errors import DeviceError
 
 FUNCTIONS = ("cuLaunchKernel", "cuEventRecord", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
 LAUNCH, RECORD, CURRENT, PUSH, POP, CONTEXT = range(6)
@@ -98,38 +97,22 @@ def _leave(driver: Int64s, pushed: bool) -> None:
 
 
 @jit
-def _launch(driver: Int64s, function: int, blocks: int, threads: int, record: int, stream: int) -> int:
-    """Launch a kernel whose only argument is at ``record``."""
-    arguments = frame()
-    array_at(arguments, (1,), np.int64)[0] = record
+def _launch(driver: Int64s, function: int, x: int, y: int, threads: int, arguments: int, stream: int) -> int:
+    """Launch a kernel on ``x * y`` thread blocks. The addresses of its arguments are at ``arguments``."""
     one, none = np.int64(1), np.int64(0)
-    status = call_c(driver[LAUNCH], (function, blocks, one, one, threads, one, one, none, stream, arguments, none))
+    status = call_c(driver[LAUNCH], (function, x, y, one, threads, one, one, none, stream, arguments, none))
     return _failed(status, LAUNCH)
 
 
 @jit
-def launch_numbers(driver: Int64s, function: int, grid: Int64s, numbers: Int64s, stream: int) -> int:
-    """Launch a kernel whose arguments are all of 64 bits: the first half of ``numbers``. The other half is for their
-    addresses. ``grid`` has the thread blocks in two dimensions, and the threads of one."""
-    count, values = numbers.shape[0] // 2, address_of(numbers)
-    for i in range(count):
-        numbers[count + i] = values + 8 * i
-    one, none = np.int64(1), np.int64(0)
+def launch(driver: Int64s, function: int, grid: Int64s, words: Int64s, places: Int64s, stream: int) -> int:
+    """Launch a kernel whose arguments are in ``words``: one record, or numbers of 64 bits. ``places``, one for each
+    argument, gets their addresses. ``grid`` has the thread blocks in two dimensions, and the threads of one."""
+    for i in range(places.shape[0]):
+        places[i] = address_of(words) + 8 * i
     failed, pushed = _enter(driver)
     if not failed:
-        blocks = grid[0], grid[1], one
-        arguments = (function, *blocks, grid[2], one, one, none, stream, values + 8 * count, none)
-        failed = _failed(call_c(driver[LAUNCH], arguments), LAUNCH)
-    _leave(driver, pushed)
-    return failed
-
-
-@jit
-def launch(driver: Int64s, function: int, blocks: int, threads: int, record: int, stream: int) -> int:
-    """``_launch``, in the context of the GPU."""
-    failed, pushed = _enter(driver)
-    if not failed:
-        failed = _launch(driver, function, blocks, threads, record, stream)
+        failed = _launch(driver, function, grid[0], grid[1], grid[2], address_of(places), stream)
     _leave(driver, pushed)
     return failed
 
@@ -138,18 +121,20 @@ def launch(driver: Int64s, function: int, blocks: int, threads: int, record: int
 def _copy_rows(driver: Int64s, to: Int64s, count: int, words: int, function: int, threads: int) -> int:
     """Launch the copies of ``count`` rows, the longest of ``words``, and record the event behind them. Returns 0 or
     what has failed."""
-    record_at = frame()
-    record = array_at(record_at, (3,), np.int64)
+    # The address of the table, and the table: the address of its rows, their number, and the pieces of each.
+    arguments = frame()
+    argument = array_at(arguments, (4,), np.int64)
+    argument[0] = arguments + 8
     failed, pushed = _enter(driver)
     if not failed:
-        record[2] = (words + PIECE_WORDS - 1) // PIECE_WORDS
-        each = max(1, COUNT_MAX // max(1, record[2]))
+        pieces = (words + PIECE_WORDS - 1) // PIECE_WORDS
+        each = max(1, COUNT_MAX // max(1, pieces))
         first = 0
         while first < count and not failed:
-            record[0] = to[ROWS] + first * ROW_BYTES
-            record[1] = min(each, count - first)
-            needed = (record[1] * record[2] * WARP + threads - 1) // threads
-            failed = _launch(driver, function, max(1, min(needed, to[MOST])), threads, record_at, to[STREAM])
+            rows = min(each, count - first)
+            argument[1], argument[2], argument[3] = to[ROWS] + first * ROW_BYTES, rows, pieces
+            blocks = max(1, min((rows * pieces * WARP + threads - 1) // threads, to[MOST]))
+            failed = _launch(driver, function, blocks, 1, threads, arguments, to[STREAM])
             first += each
         # Of several launches, some may have been made before one failed.
         status = call_c(driver[RECORD], (to[EVENT], to[STREAM]))
@@ -178,17 +163,20 @@ def copy_fragments(driver: Int64s, to: Int64s, fragments: Int64s, words_max: int
 
 
 def load() -> None:
-    """Compile the call for fragments, or load it, so that the first copy does not."""
+    """Compile the calls that copy, or load them, so that the first copy does not."""
     numbers, rows = types.int64[::1], types.int64[:, ::1]
-    call: Any = copy_fragments
-    if hasattr(call, "compile"):  # not in the interpreter
-        call.compile((numbers, numbers, rows, types.int64))
+    calls: Any = (copy_fragments, types.int64), (copy_blocks, numbers)
+    for call, kind in calls:
+        if hasattr(call, "compile"):  # not in the interpreter
+            call.compile((numbers, numbers, rows, kind))
 
 
-def find_functions(driver: Driver, context: int | None) -> Int64s | None:
-    """What the functions of this module take as ``driver``. None if the driver lacks one."""
+def find_functions(driver: Driver, context: int | None) -> Int64s:
+    """What the functions of this module take as ``driver``. Raises DeviceError if the driver lacks one."""
     addresses = driver.addresses(FUNCTIONS)
-    return None if addresses is None or context is None else np.array([*addresses, context], np.int64)
+    if addresses is None or context is None:
+        raise DeviceError(f"the cuda device needs a driver that has {', '.join(FUNCTIONS)}")
+    return np.array([*addresses, context], np.int64)
 
 
 def check(calls: RuntimeCalls, result: int) -> None:

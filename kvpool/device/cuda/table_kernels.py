@@ -208,12 +208,13 @@ class TableKernel:
     def launch(self, launch: TableLaunch, stream: int) -> None:
         """Enqueue the kernel: by ``native`` where its handle is known, since Numba takes tens of microseconds. Raises
         DeviceError."""
-        if self._driver is not None and self._handle:
+        if self._handle:
             blocks = launch.thread_blocks if isinstance(launch.thread_blocks, tuple) else (launch.thread_blocks, 1)
-            numbers = np.array([*launch.arguments, *launch.arguments], np.int64)
+            numbers = np.array(launch.arguments, np.int64)
             grid = np.array([*blocks, launch.threads], np.int64)
+            what = self._handle, grid, numbers, np.empty_like(numbers)
             try:
-                native.check(self._calls, native.launch_numbers(self._driver, self._handle, grid, numbers, stream))
+                native.check(self._calls, native.launch(self._driver, *what, stream))
             except (DeviceError, MemoryError) as error:
                 raise DeviceError(f"{self._name}: {error}", sticky=getattr(error, "sticky", False)) from error
             return
