@@ -92,7 +92,7 @@ class LeaseExpired(KVPoolError):
 
 
 class ReservationExpired(KVPoolError):
-    """The reservation has been committed, aborted, revoked or reset, or its deadline has passed."""
+    """The reservation has been committed, aborted, revoked or cleared, or its deadline has passed."""
 
 
 class PoolClosed(KVPoolError):

@@ -80,7 +80,7 @@ def churn(cache: KVCacheManager, random: Random, rounds: int) -> Iterator[None]:
             cache.content.offload(prompt)
         cache.release(sequence, store=random.random() < 0.9)
         if random.random() < 0.03:
-            cache.reset()
+            cache.clear()
         yield
 
 

@@ -32,7 +32,7 @@ def make_pool(device_blocks: int, host_blocks: int = 0, **options: Any) -> kvpoo
         cache.commit(ids)
         cache.release(ids)
     cache.match_prefix(keys)
-    cache.reset()
+    cache.clear()
     return cache
 
 

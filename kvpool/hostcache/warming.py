@@ -208,4 +208,4 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.events()
     cache.stats()
     cache.verify()
-    cache.reset()
+    cache.clear()

@@ -360,7 +360,7 @@ STORAGE_DEFINITIONS = (
         COUNTER,
         "kvpool_storage_prefetches",
         "Prefetches that have ended, by reason: loaded, cached, absent, declined (to compute is faster), late, full, "
-        "failed, cancelled, forgotten, reset, closed.",
+        "failed, cancelled, forgotten, cleared, closed.",
         "reason",
         lambda s: {(reason,): count for reason, count in s.prefetches.items()},
     ),

@@ -32,8 +32,8 @@ class Event:
     ----------
     kind : {"created", "stored", "removed", "updated", "cleared"}
         "created" is the first event of a pool. "stored" is a chain of blocks, each the child of the one before.
-        "updated" blocks have another priority. "cleared" is a reset, or the beginning of a snapshot, and is about all
-        groups.
+        "updated" blocks have another priority. "cleared" is a ``clear``, or the beginning of a snapshot, and is
+        about all groups.
     number : int
         The number of blocks in all events before it. It equals ``next`` of the event before. If it is larger, the
         difference is the number of blocks whose events were lost.

@@ -205,7 +205,7 @@ class Imports:
         Notes
         -----
         Changes the pool. Other calls find a block only after it is written. The call waits for copies out of the memory
-        that it takes, and for other imports; it holds no state or transfer lock meanwhile. If the pool is reset during
+        that it takes, and for other imports; it holds no state or transfer lock meanwhile. If the pool is cleared during
         the call, nothing is stored.
         """
         if not isinstance(prompt, BlockKeys):

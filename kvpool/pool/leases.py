@@ -50,7 +50,7 @@ class Lease(Closing):
     since : int
         When the lease was opened, in milliseconds on the pool's clock.
     generation : int
-        How often the pool was reset before.
+        How often the pool was cleared before.
     id : int
         Its number in the pool.
 

@@ -347,7 +347,7 @@ class KVCacheManager(LiveSequences, Closing):
         """The blocks that leases and imports hold, once for each pin. The caller holds the state lock."""
         return np.concatenate([self._writer.pinned, *self._leases.pinned()])
 
-    def reset(self, force: bool = False) -> None:
+    def clear(self, force: bool = False) -> None:
         """Forget all content. Pinned blocks stay readable.
 
         Raises PoolBusy while sequences live or reservations are open. ``force=True`` releases and aborts them; their
@@ -359,10 +359,10 @@ class KVCacheManager(LiveSequences, Closing):
             live, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
             if len(reserved) and not force:
                 held = f"{counted(len(live), 'live sequence')} and {counted(len(reserved), 'open reservation')}"
-                raise PoolBusy(f"the pool has {held}: end them, or reset(force=True)")
+                raise PoolBusy(f"the pool has {held}: end them, or clear(force=True)")
             if len(live) and not force:
                 raise PoolBusy(
-                    f"the pool has {counted(len(live), 'live sequence')}: release them, or reset(force=True)"
+                    f"the pool has {counted(len(live), 'live sequence')}: release them, or clear(force=True)"
                 )
             return np.concatenate([live, reserved]), now_ms
 

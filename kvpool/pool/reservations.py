@@ -206,7 +206,7 @@ class Reservation(LoadTarget):
 
     @property
     def closed(self) -> bool:
-        """Whether it was committed, aborted or revoked, or ended by a reset."""
+        """Whether it was committed, aborted or revoked, or ended by ``clear``."""
         return not self._reservations.is_open(self)
 
     @property
@@ -496,7 +496,7 @@ class ImportWriter:
 
         def check() -> None:
             if generation[0] != core.states.groups[0, records.H.generation]:
-                raise _Reset
+                raise _Cleared
             core.names.learn([keys])
 
         at = into.index, request, first, priority
@@ -506,7 +506,7 @@ class ImportWriter:
                 core.decide(None, control.take_missing, *at, ids, held, now_ms, finish=note)
                 self._fill(into, ids, buffers)
                 return int(core.decide(None, control.publish_taken, *at, ids, now_ms, first=check))
-            except _Reset:  # The pool was reset since they were taken.
+            except _Cleared:  # The pool was cleared since they were taken.
                 return 0
             finally:
                 self._give_back(now_ms)
@@ -544,8 +544,8 @@ class ImportWriter:
                     part[block - into.device_blocks] = piece
 
 
-class _Reset(Exception):
-    """The pool was reset while an import was running."""
+class _Cleared(Exception):
+    """The pool was cleared while an import was running."""
 
 
 def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:

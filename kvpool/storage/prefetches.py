@@ -54,7 +54,7 @@ class Prefetch:
     ended : str
         Why nothing more is loaded: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has
         more), "declined" (computing is faster), "late", "full" (no room before the deadline, or no more than what has
-        arrived), "failed", "cancelled", "forgotten", "reset" or "closed".
+        arrived), "failed", "cancelled", "forgotten", "cleared" or "closed".
     done : bool
         Whether it has ended.
     cancelled : bool
@@ -304,7 +304,7 @@ class Prefetches:
     def _enter(self, fetch: _Fetch, loading: Loading[Content]) -> None:
         """Publish the leading blocks of what a prompt waits for first."""
         if fetch.generation != self._generation():
-            return self._stop(fetch, "reset")
+            return self._stop(fetch, "cleared")
         leading, before = loading.request.leading, self._adapter.loaded_blocks
         try:
             entered = self._storage.enter(loading, np.arange(len(loading.blocks)) < leading)

@@ -350,9 +350,9 @@ class StorageManager(Closing):
         """Return the events of the pool, and those of the stores, whose tier is the name of the store.
 
         As ``KVCacheManager.events``, with numbers of its own. "stored" in a store means that it has confirmed it. A
-        store may evict blocks by itself: this is noticed when they are asked for. "cleared", after a reset of the pool,
-        empties all tiers for a reader. In the same call, "stored" events follow for everything that stores are known to
-        have. So a reader that applies all events knows what ``match_prefix`` counts, tier by tier.
+        store may evict blocks by itself: this is noticed when they are asked for. "cleared", after ``clear`` of the
+        pool, empties all tiers for a reader. In the same call, "stored" events follow for everything that stores are
+        known to have. So a reader that applies all events knows what ``match_prefix`` counts, tier by tier.
 
         Parameters
         ----------
@@ -410,7 +410,7 @@ class StorageManager(Closing):
         return self._ordered(lambda: self._forget_blocks(blocks))
 
     def clear(self, force: bool = False) -> Forgotten:
-        """Do what ``KVCacheManager.reset`` does, and drop everything of this identity from every store.
+        """Do what ``KVCacheManager.clear`` does, and drop everything of this identity from every store.
 
         For KV of weights that were replaced: call it after the new weights are loaded, before the next request. From
         the moment it returns, nothing is found or loaded that was saved before. The stores confirm later: see
@@ -420,7 +420,7 @@ class StorageManager(Closing):
         Parameters
         ----------
         force : bool, default False
-            As for ``KVCacheManager.reset``.
+            As for ``KVCacheManager.clear``.
 
         Returns
         -------
@@ -636,8 +636,8 @@ class StorageManager(Closing):
 
     def _forget_all(self, force: bool) -> Forgotten:
         self._check_clears(MODEL_BYTES, "be cleared")
-        self._pool.reset(force)
-        self._prefetches.stop_all("reset")
+        self._pool.clear(force)
+        self._prefetches.stop_all("cleared")
         return self._forgotten(None, lambda content: True, lambda worker: worker.clear())
 
     def _check_clears(self, size: int, what: str) -> None:

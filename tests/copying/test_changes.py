@@ -204,7 +204,7 @@ def test_a_pool_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_c
         desk.lease.close,
         desk.reservation.abort,
         cache.events,
-        cache.reset,
+        cache.clear,
     ):
         with pytest.raises(PoolClosed, match="in doubt: .*ArithmeticError: half-way"):
             call()

@@ -166,7 +166,7 @@ def test_a_device_that_is_gone_closes_the_pool(make_rig: Callable[..., Rig], err
         lambda: cache.revoke(""),
         cache.content.refresh,
         cache.events,
-        cache.reset,
+        cache.clear,
     ):
         with pytest.raises(PoolClosed, match="gone|MemoryError"):
             use()
@@ -330,7 +330,7 @@ def test_an_interrupt_right_before_a_change_changes_nothing(
     rig.seed(range(8), committed=8)
     keys = rig.prompt(range(8)).keys
     lease = rig.cache.pin(keys, owner="a")
-    for call in (lambda: rig.cache.pin(keys), lambda: rig.cache.pin_blocks([0]), lease.close, rig.cache.reset):
+    for call in (lambda: rig.cache.pin(keys), lambda: rig.cache.pin_blocks([0]), lease.close, rig.cache.clear):
         before = debug.dump(rig.cache.core.tokens)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(rig.cache.core.changes, "run", lambda *_, **__: signal.raise_signal(signal.SIGINT))

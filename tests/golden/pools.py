@@ -126,7 +126,7 @@ class Driver:
             self.look_around()
         self.live = []
         self.call("revoke", lambda: self.cache.revoke(""))
-        self.call("cleared", lambda: self.cache.reset(force=True))
+        self.call("cleared", lambda: self.cache.clear(force=True))
         self.look_around()
 
     def look_around(self) -> None:
@@ -288,7 +288,7 @@ class Driver:
 
     def reset(self) -> None:
         force = self.random.random() < 0.5
-        if self.call("reset", lambda: self.cache.reset(force) or True):
+        if self.call("reset", lambda: self.cache.clear(force) or True):
             self.live, self.away, self.reservations = [], [], []
 
     # -- content ---------------------------------------------------------------------------------------

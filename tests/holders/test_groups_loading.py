@@ -69,7 +69,7 @@ def test_the_copy_of_a_store_goes_where_the_slots_of_each_part_say(make: Make) -
     engine.release(engine.add(A[:15], cached=14))
 
 
-@pytest.mark.parametrize("end", ["abort", "revoke", "reset", "exit"])
+@pytest.mark.parametrize("end", ["abort", "revoke", "clear", "exit"])
 def test_what_is_not_committed_goes_back_in_every_group(make: Make, end: str) -> None:
     engine = make([12, 12], [4, 4])
     engine.seed(A[:16])
@@ -81,10 +81,10 @@ def test_what_is_not_committed_goes_back_in_every_group(make: Make, end: str) ->
             reservation.abort()
         elif end == "revoke":
             assert engine.cache.revoke("gone") == 1
-        elif end == "reset":
-            engine.cache.reset(force=True)
-    assert reservation.closed and engine.free() == [12, 12] and engine.reusable(A[:23]) == (0 if end == "reset" else 16)
-    if end != "reset":
+        elif end == "clear":
+            engine.cache.clear(force=True)
+    assert reservation.closed and engine.free() == [12, 12] and engine.reusable(A[:23]) == (0 if end == "clear" else 16)
+    if end != "clear":
         assert engine.cached() == cached
         assert [order["device"][:2] for order in engine.orders()] == [order["device"][:2] for order in orders], (
             "empty, and next"
@@ -350,7 +350,7 @@ def test_a_reset_during_an_import_leaves_no_group_pinned(make: Make, monkeypatch
     def reset_then_fill(*args: Any) -> None:
         engine.cache.verify()
         pinned.append(pins(engine.cache))
-        engine.cache.reset()
+        engine.cache.clear()
         fill(*args)
 
     monkeypatch.setattr(engine.cache._writer, "_fill", reset_then_fill)

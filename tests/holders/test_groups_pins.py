@@ -111,7 +111,7 @@ def revoke(engine: GroupEngine, lease: Lease) -> None:
 
 
 def reset_between(engine: GroupEngine, lease: Lease) -> None:
-    engine.cache.reset()
+    engine.cache.clear()
     engine.cache.verify()
     assert engine.reusable(A[:17]) == 0
     lease.close()

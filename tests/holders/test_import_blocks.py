@@ -192,7 +192,7 @@ def test_content_that_is_computed_meanwhile_is_not_stored_twice(make: Make, monk
 def test_a_reset_meanwhile_stores_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(4, 8, 4)
     prompt, data = prompt_of(engine, 12)
-    Meanwhile(monkeypatch, engine, engine.cache.reset)
+    Meanwhile(monkeypatch, engine, engine.cache.clear)
     assert engine.cache.imports.import_blocks(prompt, data) == 0
     assert not engine.cached("host") and engine.free("host") == 4
 

@@ -56,7 +56,7 @@ def test_a_block_that_may_be_written_late_is_nobodys_until_its_loader_ends(make:
     with pytest.raises(OutOfBlocks):
         engine.add([99])
     with pytest.raises(PoolBusy, match="1 open reservation"):
-        engine.cache.reset()
+        engine.cache.clear()
     load(engine, reservation, tokens)
     engine.check(other)
     reservation.abort()
@@ -92,7 +92,7 @@ def revoke(engine: Engine, reservation: Reservation) -> None:
 
 
 def reset(engine: Engine, reservation: Reservation) -> None:
-    engine.cache.reset(force=True)
+    engine.cache.clear(force=True)
 
 
 @pytest.mark.parametrize("end", [abort, leave, revoke, reset])

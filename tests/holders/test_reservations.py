@@ -202,9 +202,9 @@ def test_a_reset_waits_for_loaders_unless_it_is_forced(make: Make) -> None:
     reservation, live = engine.cache.imports.reserve(list(range(9))), engine.add([70, 71])
     before = picture(engine)
     with pytest.raises(PoolBusy, match="1 live sequence and 1 open reservation:"):
-        engine.cache.reset()
+        engine.cache.clear()
     assert picture(engine) == before
-    engine.cache.reset(force=True)
+    engine.cache.clear(force=True)
     del engine.live[live.id]
     assert engine.cached() == {} and engine.free() == 8 and reservation.closed
     with pytest.raises(ReservationExpired):

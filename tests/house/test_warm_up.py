@@ -45,7 +45,7 @@ with kvpool.KVCacheManager(kvpool.BlockLayout(1, 1, 1, 4), device_blocks=8, host
     cache.release([a, b, *c], store=False)
     cache.content.offload(list(range(9)))
     cache.verify()
-    cache.reset()
+    cache.clear()
 
 
 def layout(tokens=4, heads=1):
@@ -108,7 +108,7 @@ for device in ("cpu", "sim"):
         cache.events(snapshot=True)
         cache.stats()
         cache.add_sequence(cache.block_keys(prompt, salt="s", extra_ids=prompt), encoder_tokens=5)
-        cache.reset(force=True)
+        cache.clear(force=True)
 after = ready()
 print(json.dumps({name: after[name] for name in after if after[name] != before.get(name)}))
 """

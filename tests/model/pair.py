@@ -316,7 +316,7 @@ class Pair:
             self.drop(i)
 
     def reset(self, force: bool) -> None:
-        self.both(lambda: self.cache.reset(force), lambda: self.model.reset(force))
+        self.both(lambda: self.cache.clear(force), lambda: self.model.reset(force))
         for i in [
             i for i in [*self.requests, *self.away] if i not in self.model.sequences and i not in self.model.swapped
         ]:

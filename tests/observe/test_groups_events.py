@@ -102,5 +102,5 @@ def test_a_reset_is_one_event_for_all_groups() -> None:
     with pool_of("full window recurrent", event_capacity=64) as cache:
         seed(cache, range(9))
         assert {event.group for event in cache.events() if event.kind == "stored"} == {0, 1, 2}
-        cache.reset()
+        cache.clear()
         assert [(event.kind, event.group, event.keys) for event in cache.events()] == [("cleared", 0, None)]

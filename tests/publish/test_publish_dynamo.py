@@ -99,7 +99,7 @@ def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], ind
         port = index(publisher, 16)
 
         def again() -> None:
-            engine.cache.reset()
+            engine.cache.clear()
             engine.seed(range(5000, 5081), committed=80)
 
         subscribed(port, range(5000, 5080), again)
@@ -110,7 +110,7 @@ def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], ind
             match = engine.cache.match_prefix(list(range(start, start + 81)))
             await_tokens(port, range(start, start + 80), (match.device_tokens, match.full_tokens))
         await_tokens(port, range(80), (80, 80), lora_name="lora", cache_salt="tenant")
-        engine.cache.reset()
+        engine.cache.clear()
         await_tokens(port, range(80), (0, 0), lora_name="lora", cache_salt="tenant")
 
 
@@ -126,7 +126,7 @@ def test_dynamo_goes_by_full_attention_whatever_other_groups_give_back(mix: str,
         port, prompt = index(publisher, 4), range(5000, 5040)
 
         def again() -> None:
-            cache.reset()
+            cache.clear()
             seed(cache, [*prompt, 9])
 
         subscribed(port, prompt, again)
@@ -137,5 +137,5 @@ def test_dynamo_goes_by_full_attention_whatever_other_groups_give_back(mix: str,
         left = {word: len(keys & cached(cache)[g, "device"]) for g, word in enumerate(words)}
         assert left["full"] == 10 > left["window"]
         await_tokens(port, prompt, (40, 40))
-        cache.reset()
+        cache.clear()
         await_tokens(port, prompt, (0, 0))

@@ -59,7 +59,7 @@ def test_routers_know_what_stores_hold_after_a_reset(
         assert manager.drain(600)
         early.follow()
         assert {medium: len(keys) for medium, keys in early.known.items()} == {"GPU": 8, "CPU": 8, "MEMORY": 8}
-        engine.cache.reset()
+        engine.cache.clear()
         late = route(publisher, stores=["MEMORY"])
         for router in (early, late):
             router.follow()
@@ -86,7 +86,7 @@ def test_any_calls_with_resets_leave_routers_with_what_there_is(
         for step in range(50):
             prompt, draw = random.choice(prompts), random.random()
             if draw < 0.1 or step == 0:
-                engine.cache.reset()
+                engine.cache.clear()
             elif draw < 0.15:
                 manager.clear()
             elif draw < 0.25:

@@ -44,7 +44,7 @@ def test_a_message_is_a_topic_a_number_and_a_batch(site: Site) -> None:
     engine, _, route = site(topic="kv@worker-1", data_parallel_rank=3)
     router = route()
     while not router.sub.poll(10):
-        engine.cache.reset()
+        engine.cache.clear()
     frames = router.sub.recv_multipart()
     assert frames[0] == b"kv@worker-1" and len(frames) == 3 and len(frames[1]) == 8
     sent_at, events, rank = msgspec.msgpack.decode(frames[2])
@@ -161,7 +161,7 @@ def test_the_classes_of_vllm_read_every_message(
     router.follow()
     if hashes == "int":
         assert router.known == cached(engine.cache)
-    engine.cache.reset()
+    engine.cache.clear()
     router.follow()
     assert {event["type"] for event in router.events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
     assert not any(router.known.values())
@@ -236,7 +236,7 @@ def test_blocks_of_a_publisher_that_has_gone_are_dropped(site: Site, which: str)
     router = route()
     engine.seed(range(9), committed=8)
     while not router.sub.poll(10):
-        engine.cache.reset()
+        engine.cache.clear()
     router.follow()
     (publisher if which == "publisher" else engine.cache).close()
     last: list[bytes] = []
@@ -264,7 +264,7 @@ def test_a_subscriber_that_does_not_read_is_counted_and_holds_up_nobody(site: Si
     try:
         end = time.monotonic() + 600
         while not publisher.stats().overflows and time.monotonic() < end:
-            engine.cache.reset()
+            engine.cache.clear()
             sequence = engine.cache.add_sequence(list(range(4000)))
             engine.cache.commit(sequence)
             engine.cache.release(sequence)
@@ -354,7 +354,7 @@ def test_a_publisher_connects_to_a_router_that_listens(make: Make, publish: Publ
     port = listener.bind_to_random_port("tcp://127.0.0.1")
     publish(engine, f"tcp://127.0.0.1:{port}", bind=False)
     while not listener.poll(10):
-        engine.cache.reset()
+        engine.cache.clear()
     assert len(listener.recv_multipart()) == 3
     context.destroy(linger=0)
 

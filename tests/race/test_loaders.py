@@ -77,7 +77,7 @@ def reuse_of_a_block_that_a_loader_writes_after_its_deadline(lab: Lab) -> None:
 
 def reuse_of_a_block_that_a_loader_wrote_before_a_reset(lab: Lab) -> None:
     load(lab, lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b), Y, lab.b)
-    lab.cache.reset(force=True)
+    lab.cache.clear(force=True)
     lab.add(Z)
 
 

@@ -432,7 +432,7 @@ def a_failure_that_is_reported_after_a_reset(guard: str | None) -> bool:
         transfer._end = end  # type: ignore[method-assign]
         (lost,) = transfer._lost
         transfer.drain = lambda: None  # type: ignore[method-assign]
-        lab.cache.reset()
+        lab.cache.clear()
         after.append(lab.cache.add_sequence(lab.prompt(Z), stream=lab.b))
         transfer.drain = drain  # type: ignore[method-assign]
         assert lost in lab.cache.block_table(after[0]).dense()[0]

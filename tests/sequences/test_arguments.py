@@ -557,10 +557,10 @@ def test_other_bad_arguments_are_refused(busy: Busy) -> None:
             busy.cache, lambda bad=bad: busy.cache.content.refresh(bad), (TypeError, ValueError), f"now_ms: .*{bad!r}"
         )
     for bad in ("no", None, 0, [1]):
-        refused(busy.cache, lambda bad=bad: busy.cache.reset(force=bad), TypeError, "force: .*")
+        refused(busy.cache, lambda bad=bad: busy.cache.clear(force=bad), TypeError, "force: .*")
         refused(busy.cache, lambda bad=bad: busy.cache.release(busy.live, store=bad), TypeError, "store: .*")
-    refused(busy.cache, busy.cache.reset, PoolBusy, "2 live sequences")
-    refused(busy.cache, lambda: busy.cache.reset(False), PoolBusy, "2 live sequences")
+    refused(busy.cache, busy.cache.clear, PoolBusy, "2 live sequences")
+    refused(busy.cache, lambda: busy.cache.clear(False), PoolBusy, "2 live sequences")
 
 
 def test_everything_but_stats_and_close_is_refused_by_a_closed_pool(busy: Busy) -> None:
@@ -579,8 +579,8 @@ def test_everything_but_stats_and_close_is_refused_by_a_closed_pool(busy: Busy) 
         cache.content.refresh,
         cache.events,
         cache.verify,
-        cache.reset,
-        lambda: cache.reset(force=True),
+        cache.clear,
+        lambda: cache.clear(force=True),
         lease.close,
         lambda: cache.memory.device_pool,
         lambda: cache.memory.host_pool,

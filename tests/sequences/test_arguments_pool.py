@@ -129,5 +129,5 @@ def test_a_clock_that_is_none_is_refused(clock: Any) -> None:
 @pytest.mark.parametrize("value", [1.5, "x", None, 2**63])
 def test_a_clock_of_other_than_milliseconds_changes_nothing(value: Any) -> None:
     cache = made(clock=lambda: value)
-    for call in (lambda: cache.add_sequence([1]), cache.content.refresh, cache.reset):
+    for call in (lambda: cache.add_sequence([1]), cache.content.refresh, cache.clear):
         refused(cache, call, (TypeError, ValueError, OverflowError), "")

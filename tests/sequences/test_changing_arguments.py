@@ -259,7 +259,7 @@ def test_the_clock_is_never_asked_inside_the_state_lock(make: Make) -> None:
     cache.commit(sequence)
     cache.rewind(sequence, [1])
     cache.release(sequence)
-    cache.reset()
+    cache.clear()
 
 
 def test_a_stream_that_is_asked_for_its_handle_is_asked_outside_the_lock(make: Make) -> None:

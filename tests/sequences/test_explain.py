@@ -82,7 +82,7 @@ def test_what_a_bounded_memory_has_lost_is_not_called_unseen(make: Make, rows: i
 def test_after_a_reset_nothing_is_called_unseen(make: Make) -> None:
     engine = make(P=8, T=4)
     stored(engine, A)
-    engine.cache.reset()
+    engine.cache.clear()
     assert engine.cache.content.explain(A).missed[0].reason == "unknown"
 
 

@@ -88,7 +88,7 @@ def revoke(lab: Lab, reservation: Reservation) -> None:
 
 
 def reset(lab: Lab, reservation: Reservation) -> None:
-    lab.cache.reset(force=True)
+    lab.cache.clear(force=True)
 
 
 ENDS = [commit, abort, revoke, reset]

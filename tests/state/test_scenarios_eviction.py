@@ -191,7 +191,7 @@ def test_a_forced_reset_is_one_event_too(make: Make) -> None:
     engine.cache.events()
     engine.live.clear()
     before = engine.cache.stats().forgotten_device_blocks
-    engine.cache.reset(force=True)
+    engine.cache.clear(force=True)
     assert kinds(engine.cache.events()) == ["cleared"]
     assert engine.cache.stats().forgotten_device_blocks == before, "nothing was evicted"
     assert engine.order() == list(range(8))

@@ -265,8 +265,8 @@ def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
     before = host_view(engine, pinned).copy()
     engine.live.pop(engine.add(range(5)).id)
     with pytest.raises(PoolBusy):
-        engine.cache.reset()
-    engine.cache.reset(force=True)
+        engine.cache.clear()
+    engine.cache.clear(force=True)
     engine.cache.verify()
     assert (engine.free(), engine.free("host")) == (4, 1) and not engine.cached() and not engine.cached("host")
     assert engine.cache.find_and_pin_host(key) is None

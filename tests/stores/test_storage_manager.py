@@ -101,7 +101,7 @@ def test_nothing_crosses_namespaces_and_their_types() -> None:
             for namespace in names[:i]:
                 assert fetch(engine, manager, prompt, **namespace) == 4
                 engine.release(engine.add(prompt, **namespace))
-            engine.cache.reset()
+            engine.cache.clear()
             seed(engine, manager, [prompt], **saved)
 
 
@@ -151,7 +151,7 @@ def test_a_prefetch_says_why_there_is_no_more() -> None:
             assert handle.wait(600)
             ends.append(handle.ended)
             if prompt[0]:
-                engine.cache.reset()
+                engine.cache.clear()
         assert ends == ["absent", "loaded", "cached"]
 
 

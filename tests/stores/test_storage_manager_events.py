@@ -83,7 +83,7 @@ def test_what_a_store_has_lost_is_reported(engine: Engine) -> None:
     memory = Wrong(store())
     with make_manager(engine, memory) as manager:
         seed(engine, manager, [PROMPT])
-        engine.cache.reset()
+        engine.cache.clear()
         reader = Reader("wrong")
         events = manager.events(snapshot=True)
         reader.feed(events[events.before_snapshot :])
@@ -99,12 +99,12 @@ def test_what_a_store_has_lost_is_reported(engine: Engine) -> None:
 def test_what_was_loaded_is_still_in_its_store(engine: Engine) -> None:
     with make_manager(engine, store()) as manager:
         seed(engine, manager, [PROMPT])
-        engine.cache.reset()
+        engine.cache.clear()
         assert manager.drain(600) and manager.events()
         assert fetch(engine, manager, PROMPT) == 10 and manager.drain(600)
         assert not [event for event in manager.events() if event.tier == "memory"]
         assert manager.stats().saved_blocks == 10, "it is not saved again"
-        engine.cache.reset()
+        engine.cache.clear()
         assert manager.drain(600) and manager.match_prefix(engine.prompt(PROMPT)).store_tokens == 40
 
 

@@ -60,7 +60,7 @@ def test_a_block_that_is_evicted_before_it_was_copied_is_counted(engine: Engine)
     with make_manager(engine, slow, staging_blocks=2) as manager:
         engine.seed(PROMPT, 41)
         assert gate.reached.wait(600)
-        engine.cache.reset()
+        engine.cache.clear()
         gate.open()
         assert manager.drain(600)
         stats = manager.stats()
@@ -245,9 +245,9 @@ def test_nothing_that_was_asked_before_a_reset_enters_after_it(engine: Engine, w
     with make_manager(engine, wrong) as manager:
         handle = manager.prefetch(engine.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
-        engine.cache.reset()
+        engine.cache.clear()
         gate.open()
-        assert handle.wait(600) and handle.ended == "reset" and engine.reusable(PROMPT) == 0
+        assert handle.wait(600) and handle.ended == "cleared" and engine.reusable(PROMPT) == 0
         del wrong.before["load"]
         assert fetch(engine, manager, PROMPT) == 10
 

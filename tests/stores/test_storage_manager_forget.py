@@ -170,7 +170,7 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(engine: Engine, wron
         assert gate.reached.wait(600)
         until(lambda: manager.stats().stores["wrong"].blocks["load", "ok"] >= 3)
         forgotten = drop(engine, manager)
-        assert handle.wait(600) and handle.ended in ("forgotten", "reset")
+        assert handle.wait(600) and handle.ended in ("forgotten", "cleared")
         came = handle.blocks
         gate.open()
         assert forgotten.wait(600) and manager.drain(600)

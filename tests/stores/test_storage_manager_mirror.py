@@ -109,7 +109,7 @@ def test_what_stores_hold_is_reported_again_after_a_reset(engine: Engine) -> Non
         seed(engine, manager, [PROMPT])
         early.feed(manager.events())
         assert early.blocks == {"device": 8, "host": 8, "memory": 8}
-        engine.cache.reset()
+        engine.cache.clear()
         events = manager.events()
         early.feed(events)
         assert early.blocks == {"memory": 8}
@@ -128,7 +128,7 @@ def test_a_reset_that_nobody_has_read_is_in_no_snapshot(engine: Engine) -> None:
     """Its reader gets what is cached now, and those from the start what stores have, before the snapshot begins."""
     with make_manager(engine, store()) as manager:
         seed(engine, manager, [PROMPT])
-        engine.cache.reset()
+        engine.cache.clear()
         seed(engine, manager, [tokens(9, 500)], salt="tenant")
         events = manager.events(snapshot=True)
         early = Mirror(("device", "host", "memory"))
@@ -150,7 +150,7 @@ def test_each_of_several_groups_is_reported_parents_first() -> None:
         before = manager.events()
         stored = {(event.group, key.tobytes()) for event in before if event.tier == "memory" for key in event.keys}
         assert {group for group, _ in stored} == {0, 1, 2}
-        cache.reset()
+        cache.clear()
         again = [event for event in manager.events() if event.tier == "memory"]
         assert {(event.group, key.tobytes()) for event in again for key in event.keys} == stored
         seen: set[tuple[int, bytes]] = set()
@@ -181,7 +181,7 @@ def test_content_that_is_known_no_more_is_known_to_no_mirror(engine: Engine, mon
             early.feed(events[: events.before_snapshot])
         assert manager.stats().stores["memory"].store["blocks"] == 12
         assert len(early.cached["memory"]) == 6 and early.cached == after_snapshot(events).cached
-        engine.cache.reset()
+        engine.cache.clear()
         early.last = events.next
         early.feed(manager.events())
         assert manager.match_prefix(tokens(17, 2000)).store_tokens == 16
@@ -279,7 +279,7 @@ class Lab:
         fetch(self.engine, self.manager, self.prompt)
 
     def reset(self) -> None:
-        self.engine.cache.reset(force=True)
+        self.engine.cache.clear(force=True)
         self._all_gone()
 
     def clear(self) -> None:

@@ -54,7 +54,7 @@ def test_the_host_table_keeps_its_address_and_layout(make: Make) -> None:
         assert not block_table.table.flags.writeable
         np.testing.assert_array_equal(table[block_table.rows[0], :4], block_table.dense()[0])
         engine.release(sequence)
-    engine.cache.reset()
+    engine.cache.clear()
     assert engine.cache.block_table([]).table.ctypes.data == pointer
 
 
