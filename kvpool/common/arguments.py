@@ -354,6 +354,13 @@ def ttl_argument(name: str, value: object) -> int:
     return -1 if value is None else integer_argument(name, value, 1, INT32_MAX)
 
 
+def deadline_argument(seconds: object) -> int | None:
+    """Milliseconds after which a reservation expires, at least 1, or None for never."""
+    if seconds is None:
+        return None
+    return round(1000 * number_argument("deadline_seconds", seconds, 0.001, INT32_MAX / 1000))
+
+
 def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) -> Int64s:
     """Ranges as int64[n, 4] rows (start, end, priority, ttl), sorted by start.
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.common.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
+from kvpool.common.arguments import (
+    bool_argument,
+    clock_argument,
+    deadline_argument,
+    priority_argument,
+    text_argument,
+    ttl_argument,
+)
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.common.changes import Changes
@@ -293,7 +300,7 @@ class HostCache(Closing):
         *,
         priority: int = records.DEFAULT_PRIORITY,
         ttl_ms: int | None = None,
-        deadline_ms: int | None = None,
+        deadline_seconds: float | None = None,
     ) -> Reserved:
         """Take a block for each absent key. These keys are then PENDING.
 
@@ -309,10 +316,10 @@ class HostCache(Closing):
             0 (evicted first) to 100 (evicted last).
         ttl_ms : int, optional
             After this many milliseconds without a use, the priority falls to the default. By default it never does.
-        deadline_ms : int, optional
-            After this many milliseconds, the keys that are not published expire. They are counted in ``stats``. Their
-            blocks stay out of use until ``abort``, since the writer may still write them, and ``reserve`` does not take
-            these keys until then. By default they never expire.
+        deadline_seconds : float, optional
+            After this many seconds on the clock of the cache, the keys that are not published expire. They are counted
+            in ``stats``. Their blocks stay out of use until ``abort``, since the writer may still write them, and
+            ``reserve`` does not take these keys until then. By default they never expire.
 
         Returns
         -------
@@ -329,12 +336,12 @@ class HostCache(Closing):
         Changes the cache.
         """
         wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
-        lifetime = ttl_argument("deadline_ms", deadline_ms)
+        lifetime = deadline_argument(deadline_seconds)
         now_ms = self._now()
         with self._lock, self._changes:
             self._check_open()
             self._expire(now_ms)
-            deadline = None if deadline_ms is None else now_ms + lifetime
+            deadline = None if lifetime is None else now_ms + lifetime
             reserved = self._reserve(wanted, priority, ttl, now_ms, deadline)
             if reserved is None and len(set(wanted.keys)) < len(wanted.keys):
                 wanted = packed(dict.fromkeys(wanted.keys))

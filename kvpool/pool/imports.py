@@ -9,11 +9,11 @@ from typing import TypeAlias
 from kvpool.common.arguments import (
     ForeignArray,
     Ids,
+    deadline_argument,
     id_array,
     list_argument,
     priority_argument,
     text_argument,
-    ttl_argument,
 )
 from kvpool.common.arrays import Array
 from kvpool.common.arrays.layout import integer_argument
@@ -64,7 +64,7 @@ class Imports:
         retention: Retention | None = None,
         stream: StreamLike = None,
         encoder_tokens: int | None = None,
-        deadline_ms: int | None = None,
+        deadline_seconds: float | None = None,
     ) -> Reservation:
         """Take device blocks for a prompt whose KV a loader writes, in this process or another.
 
@@ -85,8 +85,9 @@ class Imports:
         encoder_tokens : int, optional
             As in ``KVCacheManager.add_sequence``, in a pool with a group for cross attention. 0 takes no blocks for it,
             since a commit does not publish them.
-        deadline_ms : int, optional
-            The reservation expires this many milliseconds after the call. By default it never does.
+        deadline_seconds : float, optional
+            The reservation expires this many seconds after the call, on the clock of the pool. By default it never
+            does.
 
         Returns
         -------
@@ -118,7 +119,7 @@ class Imports:
         row[0, records.R.reserves] = 1
         for why in self._requests.refused([keys], row).values():
             raise ValueError(f"prompt: {why}")
-        lifetime = None if deadline_ms is None else ttl_argument("deadline_ms", deadline_ms)
+        lifetime = deadline_argument(deadline_seconds)
         return self._reservations.take(arrivals, text_argument("owner", owner), stream, lifetime)
 
     @property
@@ -205,8 +206,8 @@ class Imports:
         Notes
         -----
         Changes the pool. Other calls find a block only after it is written. The call waits for copies out of the memory
-        that it takes, and for other imports; it holds no state or transfer lock meanwhile. If the pool is cleared during
-        the call, nothing is stored.
+        that it takes, and for other imports; it holds no state or transfer lock meanwhile. If the pool is cleared
+        during the call, nothing is stored.
         """
         if not isinstance(prompt, BlockKeys):
             raise TypeError(f"prompt: expected the BlockKeys of this pool, got {prompt!r:.80}")

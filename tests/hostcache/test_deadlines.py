@@ -28,7 +28,7 @@ class Clock:
 def test_a_reservation_expires_at_its_deadline_whoever_calls_next(make: Make, check: str) -> None:
     clock = Clock()
     cache = make(3, clock=clock, history=4)
-    cache.reserve(keys("a", "b"), deadline_ms=100)
+    cache.reserve(keys("a", "b"), deadline_seconds=0.1)
     cache.reserve(keys("c"))
     clock.now = 99
     assert look(cache, "a", "b", "c") == [PENDING, PENDING, PENDING]
@@ -55,7 +55,7 @@ def test_a_reservation_expires_at_its_deadline_whoever_calls_next(make: Make, ch
 def test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends(make: Make) -> None:
     clock = Clock()
     cache = make(2, clock=clock)
-    late = cache.reserve(keys("a"), deadline_ms=10).blocks[0]
+    late = cache.reserve(keys("a"), deadline_seconds=0.01).blocks[0]
     clock.now = 10
     assert cache.reserve(keys("a")).keys == (), "two writers would have one key"
     assert cache.reserve(keys("b")).blocks[0] != late
@@ -76,8 +76,8 @@ def test_a_late_publish_is_refused_even_where_nobody_looked_and_changes_no_other
     clock = Clock()
     cache = make(4, clock=clock, event_capacity=8)
     cache.events()
-    cache.reserve(keys("a"), deadline_ms=10)
-    cache.reserve(keys("b"), deadline_ms=11)
+    cache.reserve(keys("a"), deadline_seconds=0.01)
+    cache.reserve(keys("b"), deadline_seconds=0.011)
     clock.now = 10
     with pytest.raises(ReservationExpired):
         cache.publish(keys("b", "a"))
@@ -93,7 +93,7 @@ def test_a_late_publish_is_refused_even_where_nobody_looked_and_changes_no_other
 def test_the_deadline_of_a_reservation_ends_with_it(make: Make, verb: str) -> None:
     clock = Clock()
     cache = make(2, clock=clock)
-    cache.reserve(keys("a"), deadline_ms=10)
+    cache.reserve(keys("a"), deadline_seconds=0.01)
     getattr(cache, verb)(keys("a"))
     cache.forget(keys("a"))
     cache.reserve(keys("a"))  # without a deadline
@@ -105,8 +105,8 @@ def test_the_deadline_of_a_reservation_ends_with_it(make: Make, verb: str) -> No
 def test_deadlines_of_several_calls_pass_one_by_one(make: Make) -> None:
     clock = Clock()
     cache = make(3, clock=clock)
-    for name, deadline in (("a", 30), ("b", 10), ("c", 20)):
-        cache.reserve(keys(name), deadline_ms=deadline)
+    for name, deadline in (("a", 0.03), ("b", 0.01), ("c", 0.02)):
+        cache.reserve(keys(name), deadline_seconds=deadline)
     seen = []
     for clock.now in (9, 10, 20, 30):
         seen.append(look(cache, "a", "b", "c").count(ABSENT))
@@ -117,7 +117,7 @@ def test_deadlines_of_several_calls_pass_one_by_one(make: Make) -> None:
 def test_a_closed_cache_expires_nothing(make: Make) -> None:
     clock = Clock()
     cache = make(2, clock=clock)
-    cache.reserve(keys("a"), deadline_ms=10)
+    cache.reserve(keys("a"), deadline_seconds=0.01)
     cache.close()
     clock.now = 10
     assert (cache.stats().expired_reservations, cache.expired_reservations) == (0, 0)

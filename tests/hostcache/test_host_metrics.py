@@ -37,7 +37,7 @@ def test_a_scrape_has_the_figures_of_a_host_cache(make: Callable[..., HostCache]
         assert value("lifetime_seconds_count") == value("reuse_gap_seconds_count") == 1
         assert registry.get_sample_value("kvpool_blocks", {"pool": "host"}) is None
         cache.abort(keys("e", "f"))
-        cache.reserve(keys("g", "h"), deadline_ms=10)
+        cache.reserve(keys("g", "h"), deadline_seconds=0.01)
         assert (value("overdue_blocks"), value("expired_reservations_total")) == (0, 0)
         now[0] = 10
         assert (value("overdue_blocks"), value("expired_reservations_total")) == (2, 2)

@@ -54,7 +54,9 @@ class Pair:
         deadline = None if self.random.random() < 0.3 else int(self.random.integers(1, 6))
         self.some_time()
         try:
-            reservation = self.cache.reserve(keys, priority=priority, ttl_ms=ttl, deadline_ms=deadline)
+            reservation = self.cache.reserve(
+                keys, priority=priority, ttl_ms=ttl, deadline_seconds=None if deadline is None else deadline / 1000
+            )
         except OutOfBlocks:
             assert self.model.reserve(keys, priority, ttl, deadline) is None
             return

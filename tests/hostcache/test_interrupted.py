@@ -80,7 +80,7 @@ class Scene:
         store(cache, "a", "b", "old", "older")
         self.lease = cache.pin(keys("a", "b"), owner="me")
         cache.reserve(keys("mine"))
-        cache.reserve(keys("late"), deadline_ms=1)
+        cache.reserve(keys("late"), deadline_seconds=0.001)
         self.before = cache.stats().expired_reservations
 
     def counts(self) -> tuple[Any, ...]:
@@ -137,7 +137,9 @@ def read(scene: Scene) -> Act:
 VERBS: dict[str, Callable[[Scene], Act]] = {
     "pin": lambda scene: lambda: scene.cache.pin(keys("b", "old")),
     "read": read,
-    "reserve": lambda scene: lambda: scene.cache.reserve(keys("b", "new", "more", "most", "new"), deadline_ms=5),
+    "reserve": lambda scene: (
+        lambda: scene.cache.reserve(keys("b", "new", "more", "most", "new"), deadline_seconds=0.005)
+    ),
     "publish": lambda scene: lambda: scene.cache.publish(keys("mine", "late")),
     "abort": lambda scene: lambda: scene.cache.abort(keys("mine", "late")),
     "expire": expire,

@@ -328,7 +328,7 @@ class Batches:
         *,
         owner: str = "",
         retention: Sequence[Range] | None = None,
-        deadline_ms: int | None = None,
+        deadline_seconds: float | None = None,
     ) -> Admitted:
         ranges = [check_ranges(retention or ())]
         if self.never_fits(prompt, loads=True):
@@ -338,8 +338,8 @@ class Batches:
         for group in self.groups:
             group.reservations[admitted.id] = group.sequences.pop(admitted.id)
             group.reservations[admitted.id].owner = owner
-            if deadline_ms is not None:
-                group.reservations[admitted.id].deadline = group.clock() + deadline_ms
+            if deadline_seconds is not None:
+                group.reservations[admitted.id].deadline = group.clock() + round(1000 * deadline_seconds)
         return admitted
 
     def _admit(

@@ -300,9 +300,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(random=RANDOM, owner=st.sampled_from(OWNERS))
     def reserve(self, random: Random, owner: str) -> None:
         prompt = self.prompt(random)
-        deadline = random.randrange(1, 60 * STEP_MS) if random.random() < 0.5 else None
+        deadline = random.randrange(1, 60 * STEP_MS) / 1000 if random.random() < 0.5 else None
         retention = some_ranges(random, len(prompt.tokens), self.T)
-        self.pair.reserve(prompt, owner=owner, retention=retention, deadline_ms=deadline)
+        self.pair.reserve(prompt, owner=owner, retention=retention, deadline_seconds=deadline)
 
     @precondition(lambda self: bool(self.pair.reservations))
     @rule(random=RANDOM)

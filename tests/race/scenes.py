@@ -287,7 +287,7 @@ def _loaded(cast: Cast, **options: Any) -> Reservation:
 def load_and_expire(without: str | None) -> Scene:
     """A loader commits what it has brought while its deadline passes, and somebody counts what has expired."""
     cast = Cast(2, 0, without)
-    reservation = _loaded(cast, deadline_ms=10)
+    reservation = _loaded(cast, deadline_seconds=0.01)
 
     def count() -> int:
         cast.clock.now = 10

@@ -64,7 +64,7 @@ def reuse_of_a_block_that_a_revoked_loader_is_still_writing(lab: Lab) -> None:
 
 def reuse_of_a_block_that_a_loader_writes_after_its_deadline(lab: Lab) -> None:
     """The pool has as many other blocks as the next prompt needs."""
-    reservation = lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b, deadline_ms=10)
+    reservation = lab.cache.imports.reserve(lab.prompt(Y), stream=lab.b, deadline_seconds=0.01)
     lab.clock.now += 10
     assert lab.cache.stats().overdue_reservations == 1
     lab.add(Z)

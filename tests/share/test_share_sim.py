@@ -114,7 +114,7 @@ def test_what_another_process_writes_after_its_deadline_reaches_nobody_before_th
     make_lab: Make, seed: int, progress: float
 ) -> None:
     lab = make_lab(P=7, seed=seed, progress=progress)
-    reservation = lab.cache.imports.reserve(lab.prompt(Y), owner="loader", deadline_ms=10)
+    reservation = lab.cache.imports.reserve(lab.prompt(Y), owner="loader", deadline_seconds=0.01)
     table = reservation.blocks.tolist()
     lab.clock.now += 10
     assert reservation.overdue

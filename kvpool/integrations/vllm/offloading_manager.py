@@ -41,7 +41,7 @@ log = VLLM.log
 _NONE = -1
 _DRAIN_SECONDS = 5.0
 """How long an engine that is shut down saves what it has begun to save."""
-_STORE_MS = 60_000
+_STORE_SECONDS = 60.0
 """How long a copy to host memory may take. A chunk that takes longer is not waited for any more."""
 _PREFILL_TOKENS = 64
 """Steps with fewer tokens are not measured."""
@@ -443,12 +443,13 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
         Notes
         -----
-        A chunk whose store is not complete after ``_STORE_MS`` is a miss from then on. Since a worker may still write
-        its host block, the block stays out of use, and the chunk is not stored again, until vLLM completes the store.
+        A chunk whose store is not complete after ``_STORE_SECONDS`` is a miss from then on. Since a worker may still
+        write its host block, the block stays out of use, and the chunk is not stored again, until vLLM completes the
+        store.
         """
         request = self._request(req_context, keys)
         try:
-            reserved = self._cache.reserve(_in_order(keys, req_context), deadline_ms=_STORE_MS)
+            reserved = self._cache.reserve(_in_order(keys, req_context), deadline_seconds=_STORE_SECONDS)
         except kvpool.OutOfBlocks:
             self._counts[REFUSED] += 1
             return None
