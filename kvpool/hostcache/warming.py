@@ -121,7 +121,7 @@ def _groups(layout: BlockLayout) -> None:
         tokens = np.arange(_WIDTH + 1, dtype=np.int32)
         sequence = cache.add_sequence(tokens)
         cache.tables.state_blocks(sequence, group=1)
-        _ = cache.free_blocks
+        _ = cache.free_blocks_per_group
         cache.blocks_needed(tokens, group=1)
         cache.commit(sequence)
         cache.content.offload(tokens)

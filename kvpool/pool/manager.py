@@ -18,7 +18,7 @@ from kvpool.common.arguments import (
     text_argument,
 )
 from kvpool.common.arrays import Int64s
-from kvpool.common.arrays.layout import BlockLayout, integer_argument
+from kvpool.common.arrays.layout import BlockLayout, Tier, integer_argument
 from kvpool.common.process import Closing
 from kvpool.device import get_device
 from kvpool.device.base import Device, StreamLike
@@ -199,7 +199,7 @@ class KVCacheManager(LiveSequences, Closing):
         keys: Keys,
         *,
         owner: str = "",
-        tier: str | None = None,
+        tier: Tier | None = None,
         stream: StreamLike = None,
         group: int | None = None,
     ) -> Lease:
@@ -268,17 +268,26 @@ class KVCacheManager(LiveSequences, Closing):
     # -- the pool as a whole ---------------------------------------------------------------------
 
     @property
-    def free_blocks(self) -> Any:
-        """Device blocks that can be taken now, with those that are cached: int, or int64[groups] if there are several
-        groups of layers.
+    def free_blocks(self) -> int:
+        """Device blocks that can be taken now, with those that are cached, in a pool with one group.
 
-        Cheap enough for every step. Thread-safe; changes nothing. Raises PoolClosed.
+        Cheap enough for every step. Thread-safe; changes nothing. Raises PoolClosed, and ValueError if there are several
+        groups.
         """
         with self.core.lock, self.core.changes:
             self.core.check_open()
-            if len(self.core.tables) == 1:
-                return int(verbs.free_device_blocks(self.core.states.groups))
-            counts = np.empty(len(self.core.tables), np.int64)
+            if len(self.core.tables) > 1:
+                raise ValueError(
+                    f"free_blocks: expected free_blocks_per_group in a pool of {len(self.core.tables)} groups"
+                )
+            return int(verbs.free_device_blocks(self.core.states.groups))
+
+    @property
+    def free_blocks_per_group(self) -> Int64s:
+        """The same for each group: int64[groups]."""
+        counts = np.empty(len(self.core.tables), np.int64)
+        with self.core.lock, self.core.changes:
+            self.core.check_open()
             verbs.free_in_groups(self.core.states.groups, counts)
         return counts
 

@@ -133,7 +133,8 @@ class Driver:
         """What can be seen after each call: tables, free blocks and events."""
         for group in self.cache.groups if self.live else ():
             self.recorder.line("table", self.cache.block_table(self.live, group=group.index).dense())
-        self.recorder.line("free", self.cache.free_blocks)
+        several = len(self.cache.groups) > 1
+        self.recorder.line("free", self.cache.free_blocks_per_group if several else self.cache.free_blocks)
         self.recorder.events(self.cache.events())
 
     def call(self, verb: str, call: Callable[[], Any], show: Callable[[Any], Any] = lambda result: result) -> Any:

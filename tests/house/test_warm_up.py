@@ -83,7 +83,7 @@ for device in ("cpu", "sim"):
                 first, blocks, last = np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32)
                 cache.tables.copy_batch_block_csr(first, blocks, last, [a], group=g)
                 cache.tables.copy_step_tables(cache.tables.step_tables([a], [0], [4], group=g), [a], [0], [4], group=g)
-        cache.free_blocks
+        cache.free_blocks_per_group
         cache.tables.state_blocks(a, group=2)
         cache.imports.load_targets(a)
         cache.append_tokens(a, [1, 2, 3])

@@ -303,8 +303,8 @@ def test_a_path_is_not_kept_without_room_for_the_states_that_others_hold(open_: 
     sequence = engine.commit(engine.add(A[:6]))
     engine.draft(sequence, [1, 2, 3, 4, 5, 6, 7, 8], [-1, -1, 1, 2, 2, 4, 5, 6])
     engine.fork(sequence)
-    while engine.cache.free_blocks[1] > 1:
-        engine.add([int(engine.cache.free_blocks[1])])
+    while engine.cache.free_blocks_per_group[1] > 1:
+        engine.add([int(engine.cache.free_blocks_per_group[1])])
     before = everything(engine)
     with pytest.raises(OutOfBlocks):
         engine.cache.accept_drafts(sequence.id, 8, [1, 2, 4, 5, 6, 7])

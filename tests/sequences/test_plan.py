@@ -83,20 +83,29 @@ def test_reservations_and_failed_sequences_are_not_waited_for(make: Make) -> Non
 
 def test_each_group_has_its_own(open_: Open) -> None:
     engine = open_({}, {"window": 6}, {"kind": "recurrent"}, {"kind": "cross", "device_blocks": 5})
-    assert engine.cache.free_blocks.tolist() == [12, 12, 12, 5]
+    assert engine.cache.free_blocks_per_group.tolist() == [12, 12, 12, 5]
     sequence = engine.add(range(21), encoder_tokens=7)
     engine.commit(sequence)
-    free = engine.cache.free_blocks
+    free = engine.cache.free_blocks_per_group
     assert free.dtype == np.int64 and free.tolist() == engine.free_blocks()
     free[:] = 0
-    assert engine.cache.free_blocks.tolist() == engine.free_blocks()
+    assert engine.cache.free_blocks_per_group.tolist() == engine.free_blocks()
+    with pytest.raises(ValueError, match="free_blocks: expected free_blocks_per_group .*4 groups"):
+        engine.cache.free_blocks  # noqa: B018
+
+
+def test_the_only_group_is_in_both(make: Make) -> None:
+    engine = make(P=8)
+    engine.add(range(9))
+    assert engine.cache.free_blocks == 5 and engine.cache.free_blocks_per_group.tolist() == [5]
 
 
 def test_a_pool_that_is_closed_says_so(make: Make) -> None:
     engine = make()
     engine.cache.close()
-    with pytest.raises(PoolClosed):
-        engine.cache.free_blocks  # noqa: B018
+    for name in ("free_blocks", "free_blocks_per_group"):
+        with pytest.raises(PoolClosed):
+            getattr(engine.cache, name)
 
 
 # ----------------------------------------

@@ -172,7 +172,7 @@ def walk(case: Case, name: str, form: str) -> None:
 PLAIN = re.compile(
     r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
     r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|CircuitBreaker|Call|StoreRequest|StorageManager|Device|Stream|Launcher|SharedTier|LayerLoads"
-    r"|HostTierDescription|EvictionOptions|MemoryOptions|Tier|BlockOrder|TokenOrder|PolicyName|SaveMode|RequestKind|Literal\[[^]]*\]|StepTables|Operation|type\[.*\]|[\s|])*"
+    r"|HostTierDescription|EvictionOptions|MemoryOptions|Tier|BlockOrder|TokenOrder|PolicyName|StopReason|GroupKind|SaveMode|RequestKind|Literal\[[^]]*\]|StepTables|Operation|type\[.*\]|[\s|])*"
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""
 NO_ARRAYS = {
