@@ -13,7 +13,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,8 @@ Namespace: TypeAlias = tuple["bytes | str | None", "int | str | None"]
 INT32_MAX, INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
 ENDS = np.int64(-1)
 """The value of ``returns`` of a sequence that is not continued."""
-STOPS = ("tool_use", "end_turn")
+StopReason: TypeAlias = Literal["tool_use", "end_turn"]
+STOPS: tuple[StopReason, ...] = ("tool_use", "end_turn")
 OPEN_END = 1 << 62
 TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
 _FEW, _AT_ONCE = 16, 256

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from kvpool.state.arrays import LRU, POLICIES, GroupSizes, Settings
 
 HISTORY_ROW = 16
 """Bytes by which a pool remembers a content that is gone."""
-KINDS = ("attention", "recurrent", "cross")
+GroupKind: TypeAlias = Literal["attention", "recurrent", "cross"]
+KINDS: tuple[GroupKind, ...] = ("attention", "recurrent", "cross")
 MAX_TOKENS = 262_144
 """The most tokens of a sequence where neither the caller nor the device limits them."""
 _BLOCKS_MAX = 2**31 - 1
@@ -35,20 +36,21 @@ class LayerGroup:
 
     Parameters
     ----------
-    layout
-        The layout of a block of these layers. If the layers differ in heads, pass a sequence of layouts. Each layout
-        has memory of its own (a "part"), and one block id means a block in every part.
-    window, sinks
-        A sliding window, as ``KVCacheManager`` describes it; None for full attention.
-    kind
-        ``"attention"``: a block holds the KV of ``tokens_per_block`` tokens.
-        ``"recurrent"``: a block holds one state of all these layers, the state after a prefix. The layouts have
-        ``tokens_per_block=1``.
-        ``"cross"``: cross attention. Its blocks are filled once, with the KV of the encoder's tokens.
-    snapshot_tokens
-        Only for a recurrent group. A state is kept after the last full block of a prompt that can be reused, and after
-        every ``snapshot_tokens`` tokens. The number is a multiple of the pool's ``tokens_per_block``. None: a state is
-        kept only after that block.
+    layout : BlockLayout or sequence of BlockLayout
+        The layout of a block of these layers; if the layers differ in heads, several layouts. Each layout has memory of
+        its own (a "part"), and one block id means a block in every part.
+    window : int, optional
+        A sliding window, as ``KVCacheManager`` describes it. By default full attention.
+    sinks : int, default 0
+        With ``window``, the first tokens of a sequence that every token sees as well.
+    kind : {"attention", "recurrent", "cross"}, default "attention"
+        "attention": a block has the KV of ``tokens_per_block`` tokens. "recurrent": a block has one state of all these
+        layers, the state after a prefix, and the layouts have ``tokens_per_block=1``. "cross": cross attention, whose
+        blocks are filled once, with the KV of the encoder's tokens.
+    snapshot_tokens : int, optional
+        Only for a recurrent group: a multiple of the pool's ``tokens_per_block``. A state is kept after the last full
+        block of a prompt that can be reused, and after every ``snapshot_tokens`` tokens. By default only after that
+        block.
 
     Raises
     ------
@@ -72,7 +74,7 @@ class LayerGroup:
     _: KW_ONLY
     window: int | None = None
     sinks: int = 0
-    kind: str = "attention"
+    kind: GroupKind = "attention"
     snapshot_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -119,13 +121,32 @@ class Group:
     """A group of a pool, as ``KVCacheManager.groups`` lists them.
 
     In block tables its blocks are [0, device_blocks) on the device and [device_blocks, device_blocks + host_blocks) on
-    the host. Leases use pool ids, which count the blocks of all groups. As pool ids, these two ranges begin at
+    the host. Leases use pool ids, which count the blocks of all groups; there the two ranges begin at
     ``first_device_block`` and ``first_host_block``.
+
+    Attributes
+    ----------
+    index : int
+        Its index, which calls take as ``group``.
+    layouts : tuple of BlockLayout
+        The layouts, one for each part.
+    kind : {"attention", "recurrent", "cross"}
+        As in ``LayerGroup``.
+    window : int or None
+        As in ``LayerGroup``.
+    sinks : int
+        As in ``LayerGroup``.
+    snapshot_tokens : int or None
+        As in ``LayerGroup``.
+    device_blocks, host_blocks : int
+        The capacities of the group.
+    first_device_block, first_host_block : int
+        Pool ids of the first blocks.
     """
 
     index: int
     layouts: tuple[BlockLayout, ...]
-    kind: str
+    kind: GroupKind
     window: int | None
     sinks: int
     snapshot_tokens: int | None
@@ -211,7 +232,7 @@ def group_argument(group: object, count: int) -> int:
 def split_blocks(
     groups: Sequence[LayerGroup], nbytes: int, *, max_sequence_tokens: int, tokens_per_block: int | None = None
 ) -> list[int]:
-    """Split ``nbytes`` bytes of a tier into blocks for each group: a pool's ``device_blocks`` or ``host_blocks``.
+    """Split the bytes of a tier into blocks for each group: a pool's ``device_blocks`` or ``host_blocks``.
 
     Every group gets bytes in proportion to the whole blocks that one sequence of ``max_sequence_tokens`` tokens keeps
     in it:
@@ -220,11 +241,30 @@ def split_blocks(
     - recurrent: its states every ``snapshot_tokens``, the one after the prompt's last full block, and the running one;
     - cross: blocks for ``max_sequence_tokens`` tokens of the encoder.
 
-    If the bytes that rounding leaves make whole blocks, the group with the largest share gets these. Pass
-    ``tokens_per_block`` only if all groups are recurrent, as in ``KVCacheManager``.
+    If the bytes that rounding leaves make whole blocks, the group with the largest share gets these.
 
-    Reads no pool. Raises ValueError if a group would get no block (the message says how many bytes are needed), and
-    ValueError or TypeError for a wrong argument.
+    Parameters
+    ----------
+    groups : sequence of LayerGroup
+        The groups of the pool.
+    nbytes : int
+        Bytes of the tier.
+    max_sequence_tokens : int
+        Tokens of the longest sequence.
+    tokens_per_block : int, optional
+        Only if all groups are recurrent, as in ``KVCacheManager``.
+
+    Returns
+    -------
+    list of int
+        The number of blocks of each group.
+
+    Raises
+    ------
+    ValueError
+        If a group would get no block; the message says how many bytes are needed. For a bad argument.
+    TypeError
+        For an argument of the wrong type.
 
     Examples
     --------

@@ -9,6 +9,7 @@ import numpy as np
 from kvpool.common.arguments import (
     Ids,
     Integers,
+    StopReason,
     address,
     bool_argument,
     count_array,
@@ -47,7 +48,13 @@ class LiveSequences(Prompts):
 
     @property
     def sequences(self) -> list[int]:
-        """The ids of live sequences, those that are swapped out included. Thread-safe. Raises PoolClosed."""
+        """Ids of live sequences, including those that are swapped out.
+
+        Raises
+        ------
+        PoolClosed
+            After the pool was closed.
+        """
         with self.core.lock, self.core.changes:
             self.core.check_open()
             return self.core.live(records.LIVE | records.SWAPPED).tolist()
@@ -56,16 +63,35 @@ class LiveSequences(Prompts):
     def append_tokens(
         self, ids: Ids, tokens: Integers, counts: Ids | None = None, *, stream: StreamLike = None
     ) -> None:
-        """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``. Changes the pool.
+        """Append tokens to sequences, and take the blocks for them.
 
-        ``counts`` is required with several ids, even if each gets one token. With one id, the default is all of
-        ``tokens``. Takes blocks as needed, for all sequences or for none. A last block that forks share is copied
-        before it is written; its last holder needs no copy.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        tokens : array_like of int, shape (sum of counts,)
+            Token ids, those of the first sequence first.
+        counts : int or array_like of int, shape (n,), optional
+            Number of tokens for each sequence. Required with several ids. By default the only sequence gets all tokens.
+        stream : Stream, int, or stream of another package, optional
+            The stream of the engine, by default the one that a sequence used last.
 
-        Raises OutOfBlocks, after which the call may succeed once others have left. Raises ValueError if one of the
-        sequences needs more blocks than the pool has, so that it would not fit alone either; with a window or
-        recurrent layers, it may fit in parts, each committed before the next. Raises UnknownSequence, DeviceError,
-        ValueError, TypeError. The pool is as before the call then.
+        Raises
+        ------
+        OutOfBlocks
+            Where too few device blocks are free. The call may succeed once others have left.
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, and for a sequence that needs more blocks than the pool has. With a window or recurrent
+            layers, it may fit in parts, each committed before the next.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool, for all sequences or for none. A last block that forks share is copied before it
+        is written; its last holder needs no copy.
         """
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
         if counts is None and len(which) != 1:
@@ -75,27 +101,64 @@ class LiveSequences(Prompts):
 
     @allowed_inside
     def commit(self, ids: Ids, counts: Ids | None = None, *, stream: StreamLike = None) -> None:
-        """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish
-        full blocks.
+        """Mark the KV of the first tokens of sequences as written, and publish full blocks.
 
-        ``counts`` never fall: use ``rewind`` to drop tokens. With a window, the call gives back blocks that no later
-        token sees. In a recurrent group it gives back states that the committed tokens have passed. These blocks are
-        written again only after the work that is enqueued on the stream, so enqueue the kernels that read them before
-        this call. Changes the pool.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        counts : int or array_like of int, shape (n,), optional
+            Number of tokens of each sequence whose KV is written, no fewer than before: ``rewind`` drops tokens. By
+            default all of them.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the KV was written, by default the one that a sequence used last.
 
-        Raises UnknownSequence, DeviceError, ValueError.
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. With a window, the call frees the blocks that no later token sees; in a recurrent
+        group, it frees the states that the committed tokens have passed. These blocks are written again only after the
+        work that is enqueued on the stream, so enqueue the kernels that read them before this call.
         """
         which = id_array("ids", ids)
         each = NO_COUNTS if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.commit, which, each, self.core.now(), ids=which)
 
     def rewind(self, ids: Ids, counts: Ids, *, stream: StreamLike = None) -> None:
-        """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written.
-        Changes the pool.
+        """Drop the last tokens of sequences.
 
-        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError. It is also a ValueError if the
-        shorter sequence would need blocks of a window, or a recurrent state, that were given back; tokens that were not
-        committed can always be dropped.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        counts : int or array_like of int, shape (n,)
+            Number of tokens to drop from each sequence.
+        stream : Stream, int, or stream of another package, optional
+            The stream of the engine, by default the one that a sequence used last.
+
+        Raises
+        ------
+        OutOfBlocks
+            Where a block that others hold must be copied, and no block is free.
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, and if the shorter sequence would need blocks of a window, or a recurrent state, that
+            were freed. Tokens that are not committed can always be dropped.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. A block that others hold is copied, never written.
         """
         which = id_array("ids", ids)
         each = count_array("counts", counts, which)
@@ -108,22 +171,45 @@ class LiveSequences(Prompts):
         *,
         store: bool = True,
         stream: StreamLike = None,
-        stop: str | None = None,
+        stop: StopReason | None = None,
         ends: bool = False,
         returns_in_ms: int | None = None,
         session: str | None = None,
     ) -> None:
-        """End sequences, and give their blocks back, the last block first.
+        """End sequences and free their blocks. Committed content stays reusable until it is evicted.
 
-        What was committed stays reusable until it is evicted. With ``store=False``, what these sequences computed is
-        forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
-        ValueError, TypeError.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        store : bool, default True
+            Whether to keep what these sequences computed. With False it is dropped, except for blocks that a window
+            freed earlier.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the blocks were used, by default the one that a sequence used last.
+        stop : {"tool_use", "end_turn"}, optional
+            Why the model stopped, for the eviction policy.
+        ends : bool, default False
+            Whether no request will continue these sequences, for the eviction policy.
+        returns_in_ms : int, optional
+            Milliseconds after which a request will continue these sequences, for the eviction policy.
+        session : str, optional
+            1 to 256 characters, with one id: a name by which ``CachedContent.hints`` finds what the sequence has now,
+            as ``keys_of`` returns it. Only the most recently named sessions are kept.
 
-        What the policies other than ``lru`` can use, if the engine knows it: ``stop``, why the model stopped
-        (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
-        in how many milliseconds the next one will. What is not true costs hits, and nothing else. ``session``: a name
-        of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
-        gives it, and raises what that raises; sessions that were named long ago are forgotten.
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, for ``session`` with several ids, and where ``keys_of`` raises it.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. The last block of a sequence is freed first. All policies but "lru" use ``stop``,
+        ``ends`` and ``returns_in_ms``; a wrong value costs hits, and nothing else.
         """
         which, verb, how = _release_arguments(ids, store, stop, ends, returns_in_ms)
         name = None if session is None else name_argument("session", session)
@@ -135,41 +221,105 @@ class LiveSequences(Prompts):
             self._client_hints.remember(name, left)
 
     def swap_out(self, ids: Ids, *, stream: StreamLike = None) -> int:
-        """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were
-        copied.
+        """Move running sequences to the host tier, with all that they have.
 
-        Content that is not committed moves too: unfull blocks, drafts, running states, the encoder's tokens. Content
-        that the host has already is not copied. A block that others use stays on the device for them; the other device
-        blocks are free afterwards. The host blocks are held until ``resume`` or ``release``. Until then, these two are
-        the only calls that accept the sequences. Each keeps its id, and takes one of ``max_sequences``. Changes the
-        pool.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        stream : Stream, int, or stream of another package, optional
+            The stream whose work the copies wait for, by default the one that a sequence used last.
 
-        ``stream``: the copies read what was enqueued on it before (default: the stream that a sequence used last).
-        Thread-safe. Raises OutOfBlocks with ``tier`` "host" if the host has no room: nothing has changed then, and the
-        sequences can be released instead. Raises UnknownSequence, DeviceError, ValueError.
+        Returns
+        -------
+        int
+            Number of blocks that were copied. Content that the host tier has already is not copied.
+
+        Raises
+        ------
+        OutOfBlocks
+            With ``tier`` "host", if the host tier has no room. The sequences can be released instead.
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. Content that is not committed moves too: partly filled blocks, drafts, running
+        states, the tokens of the encoder. A block that others use stays on the device for them; the other device blocks
+        are free afterwards. The host blocks are held until ``resume`` or ``release``. Until then, only these two calls
+        accept the sequences. Each keeps its id, and takes one of ``max_sequences``.
         """
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.swap_out, which, self.core.now(), ids=which))
 
     def resume(self, ids: Ids, *, stream: StreamLike = None) -> int:
-        """Have sequences that were swapped out run again, with all that they had. Returns how many blocks were copied.
+        """Move sequences that were swapped out back to the device.
 
-        Content that is still on the device, or is there again, is not copied. The block table has other ids than
-        before. Forks that are resumed in one call share what they shared. A fork that is resumed alone has blocks of
-        its own. Changes the pool.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of sequences that ``swap_out`` has moved.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the engine continues with the sequences, by default the one that each used last.
 
-        ``stream``: where the engine continues with the sequences (default: the stream that each used last).
-        Thread-safe. Raises OutOfBlocks with nothing changed, UnknownSequence, DeviceError (even if the device refused a
-        copy to the host: release the sequence), ValueError.
+        Returns
+        -------
+        int
+            Number of blocks that were copied. Content that is on the device is not copied.
+
+        Raises
+        ------
+        OutOfBlocks
+            Where too few device blocks are free.
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, and for a sequence that is not swapped out.
+        DeviceError, PoolClosed
+            Where the device has failed, or has refused a copy to the host: release the sequence. After the pool was
+            closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. The block table has other ids than before. Forks that are resumed in one call
+        share what they shared; a fork that is resumed alone has blocks of its own.
         """
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
 
     def block_table(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> BlockTable:
-        """The block ids of these sequences, in the persistent host table.
+        """Return the block ids of sequences, in the persistent host table.
 
-        ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
-        index of a group of layers, required where there are several. Raises UnknownSequence, DeviceError, ValueError.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the engine continues with the sequences. It waits for the streams that used them before.
+        group : int, optional
+            The index of a group of layers, required where there are several.
+
+        Returns
+        -------
+        BlockTable
+            The rows and lengths of the sequences, with a read-only view of the table.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing but the stream of the sequences.
         """
         core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
         if stream is not None:
@@ -180,9 +330,32 @@ class LiveSequences(Prompts):
             return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
 
     def evictable_after_release(self, ids: Ids, group: int | None = None) -> int:
-        """Device blocks that would become free if these sequences were released together.
+        """Return how many device blocks would become free if sequences were released together.
 
-        ``group``: the index of a group of layers, required where there are several. Does not change the pool.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        group : int, optional
+            The index of a group of layers, required where there are several.
+
+        Returns
+        -------
+        int
+            Device blocks of the group that only these sequences hold.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
         """
         which, g = id_array("ids", ids), self.core.config.group(group)
         with self.core.lock, self.core.changes:
@@ -191,18 +364,41 @@ class LiveSequences(Prompts):
             return int(np.count_nonzero(self.core.states[g].blocks["ref_word"][blocks] == times))
 
     def fork(self, ids: Ids, n: int = 1, *, stream: StreamLike = None) -> Int64s:
-        """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
+        """Make sequences that continue live ones, and share their blocks.
 
-        Changes the pool. Takes no blocks: all are shared, also a last block that is not full. A sequence that appends
-        to that block, or rewinds into it, gets a copy, which ``append_tokens`` and ``blocks_needed`` count. The last
-        holder writes in place. Each fork takes one of ``max_sequences``, and is committed, grown and released like any
-        sequence. Write the KV of shared tokens that are not committed yet once, for all that share them, and before one
-        of them appends.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        n : int, default 1
+            Number of forks of each sequence.
+        stream : Stream, int, or stream of another package, optional
+            The stream on which the forks are used, by default the one of the parent. It waits for the work on the
+            parent so far.
 
-        ``stream``: where the forks will be used (default: the parent's). It waits for what the parent was used for so
-        far.
-        Thread-safe. Raises OutOfSequences, UnknownSequence (also for reservations, which cannot be forked),
-        DeviceError, ValueError, TypeError.
+        Returns
+        -------
+        ndarray of int64, shape (n,) or (m, n)
+            Ids of the forks: (n,) for one id, (m, n) for m ids.
+
+        Raises
+        ------
+        OutOfSequences
+            Where too few of ``max_sequences`` are free.
+        UnknownSequence
+            For an id that is not a live sequence, and for a reservation.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. It takes no blocks: all are shared, even a last block that is not full. A
+        sequence that appends to that block, or rewinds into it, gets a copy, which ``append_tokens`` and
+        ``blocks_needed`` count; the last holder writes in place. Each fork takes one of ``max_sequences``, and is
+        committed, grown and released like any sequence. Write the KV of shared tokens that are not committed yet once
+        for all forks, before one of them appends.
         """
         which, count = id_array("ids", ids), integer_argument("n", n, 0, 1 << 24)
         if len(which) * count > len(self.core.tokens.sequences):
@@ -214,14 +410,33 @@ class LiveSequences(Prompts):
         return out[0] if is_integer(ids) else out
 
     def reorder(self, ids: Ids, parents: Ids, *, store: bool = False, stream: StreamLike = None) -> None:
-        """The step of a beam search: sequence ``ids[i]`` continues what ``ids[parents[i]]`` has now, all at once.
+        """Reorder the beams of a beam search: each sequence continues what another one has now, all at once.
 
-        Changes the pool. ``parents``: int64[n], places in ``ids``. A parent that several name is shared by them, as
-        ``fork`` shares. What no sequence names is given back as by ``release(store=store)``. Ids and their rows in
-        block tables stay. Lengths, committed and cached tokens become the parent's; so does the stream, unless
-        ``stream`` names another. Takes no blocks. One call takes several groups of beams.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        parents : int or array_like of int, shape (n,)
+            For each sequence, the index in ``ids`` of the one that it continues.
+        store : bool, default False
+            Whether what no sequence continues stays reusable, as in ``release``.
+        stream : Stream, int, or stream of another package, optional
+            The stream of the engine, by default the one of the parent.
 
-        Thread-safe. Raises UnknownSequence, DeviceError, ValueError, TypeError.
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. It takes no blocks. A parent with several children is shared by them, as by
+        ``fork``. Ids and their rows in block tables stay; lengths, committed and cached tokens become those of the
+        parent. One call takes several groups of beams.
         """
         which = id_array("ids", ids)
         places = each_argument("parents", parents, len(which), highest=len(which) - 1)
@@ -233,20 +448,40 @@ class LiveSequences(Prompts):
     def accept_drafts(
         self, ids: Ids, drafts: Ids, accepted: Integers, counts: Ids | None = None, *, stream: StreamLike = None
     ) -> None:
-        """Keep those of the last ``drafts[i]`` tokens of each sequence that the model accepted; drop the others.
+        """Keep the draft tokens that the model accepted, and drop the others.
 
-        Changes the pool. ``accepted``: int[sum of counts]. For one sequence after the other, it has ``counts[i]``
-        indices among the drafts (0 is the first), in rising order. With one id, all indices are for that sequence. A
-        path through a tree of drafts is in rising order if parents were appended before their children. The accepted
-        tokens then follow the text directly: their ids and their KV are moved, across blocks, in all layers and planes.
-        Drafts are tokens that are not committed.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+        drafts : int or array_like of int, shape (n,)
+            Number of draft tokens of each sequence: its last tokens, which are not committed.
+        accepted : array_like of int, shape (sum of counts,)
+            For one sequence after the other, the accepted indices among its drafts in rising order; 0 is the first
+            draft. A path through a tree of drafts is in rising order if parents were appended before their children.
+        counts : int or array_like of int, shape (n,), optional
+            Number of accepted drafts of each sequence. By default all of ``accepted``, with one id.
+        stream : Stream, int, or stream of another package, optional
+            The stream that has written the drafts, by default the one that a sequence used last.
 
-        The move is enqueued on the engine's stream that has written the drafts. It is one launch for each stream of the
-        call, or several on a GPU if very many tokens move. If the accepted drafts are the first ones, nothing moves, as
-        in ``rewind``. A block that others hold is copied, never written. States of recurrent groups are not moved: see
+        Raises
+        ------
+        OutOfBlocks
+            Where a block that others hold must be copied, and no block is free.
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. The accepted tokens then follow the text directly: their ids and their KV are
+        moved, across blocks, in all layers and planes. If the accepted drafts are the first ones, nothing moves, as in
+        ``rewind``. The move is one launch for each stream of the call, or several on a GPU if very many tokens move. A
+        block that others hold is copied, never written. States of recurrent groups are not moved: see
         ``BlockTables.state_blocks``.
-
-        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError, TypeError. Thread-safe.
         """
         which = id_array("ids", ids)
         tails, path = count_array("drafts", drafts, which), int64_array("accepted", accepted)
@@ -260,7 +495,31 @@ class LiveSequences(Prompts):
     @overload
     def cached_tokens(self, ids: Integers) -> Int32s: ...
     def cached_tokens(self, ids: Ids) -> int | Int32s:
-        """Tokens that each sequence reused when it was added: int for one id, int32[n] for several."""
+        """Return how many tokens sequences reused when they were added.
+
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+
+        Returns
+        -------
+        int or ndarray of int32, shape (n,)
+            The number of tokens, for one id an int.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
+        """
         return self._field("cached", ids)
 
     @overload
@@ -268,7 +527,31 @@ class LiveSequences(Prompts):
     @overload
     def sequence_length(self, ids: Integers) -> Int32s: ...
     def sequence_length(self, ids: Ids) -> int | Int32s:
-        """Tokens of each sequence."""
+        """Return how many tokens sequences have.
+
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+
+        Returns
+        -------
+        int or ndarray of int32, shape (n,)
+            The number of tokens, for one id an int.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
+        """
         return self._field("length", ids)
 
     @overload
@@ -276,14 +559,58 @@ class LiveSequences(Prompts):
     @overload
     def committed_tokens(self, ids: Integers) -> Int32s: ...
     def committed_tokens(self, ids: Ids) -> int | Int32s:
-        """Leading tokens of each sequence whose KV is written."""
+        """Return how many leading tokens of sequences have KV that is written.
+
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+
+        Returns
+        -------
+        int or ndarray of int32, shape (n,)
+            The number of tokens, for one id an int.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
+        """
         return self._field("committed", ids)
 
     def request_stats(self, ids: Ids) -> statistics.RequestStats:
-        """What live sequences have reused, computed, decoded, dropped and computed in vain: see ``RequestStats``.
+        """Return what live sequences have reused, computed, decoded and dropped. Call it before ``release``.
 
-        Call it before ``release``. Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError,
-        ValueError.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
+
+        Returns
+        -------
+        RequestStats
+            The numbers of tokens: ints for one id, arrays of shape (n,) for several.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
         """
         which = id_array("ids", ids)
         with self.core.lock, self.core.changes:

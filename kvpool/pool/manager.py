@@ -48,70 +48,83 @@ from kvpool.state.verify import verify_states
 
 
 class KVCacheManager(LiveSequences, Closing):
-    """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
+    """Manage a paged KV cache in two tiers: device blocks, and host blocks for what is evicted from the device.
 
     Parameters
     ----------
-    layout : shape and bytes of a block, for a model whose layers all keep the same.
-    groups : a list of ``LayerGroup`` in place of a layout, for a model whose layers keep different blocks. Each call
-        acts on all groups or on none. A prefix is reused as far as every group can. Calls about the blocks of one group
-        take ``group=``, the index of that group; with several groups it must be given.
-    device_blocks, host_blocks : capacities; with groups, a list with one for each (see ``split_blocks``). Ids [0,
-        device_blocks) are device blocks, the rest host blocks.
-    tokens_per_block : only for a pool whose groups are all recurrent. Other pools have it in their layouts.
-    device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no
-        other pool.
-    max_sequences, max_sequence_tokens : bounds of what lives at once. They size the block table. Default: 256 sequences
-        of as many tokens as fit on the device, at most 262,144. ``max_sequence_tokens`` also bounds the tokens of an
-        encoder.
-    partial_reuse : also reuse the first tokens of a block that matches in part, by copying them.
-    offload_min_priority, offload_min_reuse : evicted content with a lower priority, or with fewer uses, is forgotten
-        instead of offloaded.
-    secret : 16 to 64 bytes that key the hash of content; random by default. Pools with the same secret have the same
-        keys.
-    event_capacity : blocks whose events are kept until ``events`` is called. 0 (default) records none.
-    window, sinks : sliding-window attention in all layers. A token sees the last ``window`` tokens, itself included,
-        and the first ``sinks`` tokens of the sequence. ``commit`` gives back blocks that no later token sees, and
-        leaves -1 in the block table. A prefix is reused if what the next token sees of it is cached. A sequence may
-        then be longer than the device has room for, up to ``max_sequence_tokens``. None: a token sees all tokens before
-        it.
-    clock : () -> int, monotonic milliseconds from 0 to 2**42.
-    policy : which cached block is evicted next, among those of the default priority. ``"lru"``: the one
-        that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
-        and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
-        made, and by the ``stop`` that ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more
-        lately. All but ``"lru"`` heed ``ends`` and ``returns_in_ms`` of ``release``. With a recurrent group,
-        ``"reuse"`` and ``"agent"`` are refused, and ``"adaptive"`` is ``"lru"``.
-    history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 16 bytes for each of the last
-        contents, whose number is a power of two. 0: none.
-    staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
-        that stream.
-    device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
-        exactly the tier's bytes, at a multiple of 64; or a function (nbytes, alignment) that returns one. The pool
-        keeps it until it is closed, and nobody else writes it until then. Its content at the start does not matter.
-        With several groups or layouts: a list with one for each layout, group after group; a function is called for
-        each. On the cuda device, host memory that CUDA reports as pinned is used as it is and must stay pinned until
-        the pool is closed; other host memory is registered until then.
-    shared : put tiers in main memory where other processes can attach them, see ``share``. In a forked child, calls of
-        such a pool raise ForkedProcess, and touching its memory ends the child.
-    table : memory of the caller's for the persistent block table: C-contiguous NumPy int32[max_sequences, columns],
-        with several groups int32[groups, max_sequences, columns]; ``columns`` is ``max_sequence_tokens`` in blocks. It
-        may be some rows of a larger array whose other rows are another model's. The pool fills it with -1, writes it
-        while it lives, and keeps it alive. Nobody else writes these rows.
+    layout : BlockLayout, optional
+        Shape and bytes of a block, for a model whose layers all keep the same. Not with ``groups``.
+    device_blocks, host_blocks : int or sequence of int
+        Capacities of the tiers; with ``groups``, one for each group: see ``split_blocks``. ``host_blocks`` is 0 by
+        default. Ids [0, device_blocks) are device blocks, the ids after them host blocks.
+    groups : sequence of LayerGroup, optional
+        In place of ``layout``, for a model whose layers keep different blocks. Each call acts on all groups or on none.
+        A prefix is reused as far as every group can. Calls about the blocks of one group take ``group=``, the index of
+        that group; it is required where there are several.
+    tokens_per_block : int, optional
+        Only for a pool whose groups are all recurrent. Other pools have it in their layouts.
+    device : {"auto", "cpu", "cuda", "sim"} or Device, default "auto"
+        "auto" is a GPU where there is one, else the CPU. A ``kvpool.device.base.Device`` must serve no other pool.
+    max_sequences : int, default 256
+        Sequences that can live at the same time. It sizes the block table.
+    max_sequence_tokens : int, optional
+        Tokens that a sequence can have, and those of an encoder. It sizes the block table. Default: as many as fit on
+        the device, at most 262,144.
+    window : int, optional
+        Sliding-window attention in all layers: a token sees the last ``window`` tokens, itself included. ``commit``
+        frees the blocks that no later token sees, and sets them to -1 in the block table. A prefix is reused if what
+        the next token sees of it is cached. A sequence may then be longer than the device has room for, up to
+        ``max_sequence_tokens``. By default a token sees all tokens before it.
+    sinks : int, default 0
+        With ``window``, the first tokens of a sequence that every token sees as well.
+    partial_reuse : bool, default True
+        Whether the first tokens of a block that matches in part are reused too, by a copy of the block.
+    policy : {"lru", "reuse", "agent", "adaptive"}, default "lru"
+        Which cached block is evicted next, among those of the default priority. "lru" evicts the least recently used
+        block. "reuse" evicts the end of the conversation that is least likely to continue, as estimated from
+        conversations of its length and number of turns. "agent" also uses the pauses that the conversation itself has
+        made, and the ``stop`` of ``release``. "adaptive" follows the one of these that would have hit more lately. All
+        but "lru" use ``ends`` and ``returns_in_ms`` of ``release``. With a recurrent group, "reuse" and "agent" are
+        refused, and "adaptive" is "lru".
+    eviction : EvictionOptions, optional
+        Which evicted content is offloaded to the host, and the history for ``CachedContent.explain``.
+    memory : MemoryOptions, optional
+        Memory of the caller for the tiers and the block table, shared memory, and how many uploads can be in
+        flight.
+    secret : bytes, optional
+        16 to 64 bytes that key the hash of content; random by default. Pools with the same secret have the same keys.
+    event_capacity : int, default 0
+        Blocks whose events are kept until ``events`` is called. 0 records none.
+    clock : callable, optional
+        ``() -> int``, monotonic milliseconds from 0 to 2**42. By default the monotonic clock of the system.
 
     Attributes
     ----------
-    content : cached content that a prompt, keys or a namespace names: see ``CachedContent``.
-    imports : KV that comes from elsewhere: see ``Imports``.
-    memory : the arrays of both tiers, and their exports to other packages and processes: see ``PoolMemory``.
-    tables : tables of live sequences for kernels, and their uploads: see ``BlockTables``.
+    content : CachedContent
+        The calls about cached content that a prompt, keys or a namespace names.
+    imports : Imports
+        The calls for KV that comes from elsewhere.
+    memory : PoolMemory
+        The arrays of both tiers, and their exports to other packages and processes.
+    tables : BlockTables
+        The tables of live sequences for kernels, and their uploads.
 
-    All methods are thread-safe. A call that raises has changed nothing.
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value, here and in every call; the message names it.
+    InsufficientMemory
+        Where the tiers or the state do not fit.
 
-    Name the engine's ``stream`` in calls that take one. Work that you enqueue on it after the call may use what the
-    call hands out. What the call commits or gives back is what you enqueued on it before. The pool's copies and other
-    streams wait accordingly. The default is the stream that a sequence used last; for a new sequence, the device's null
-    stream.
+    Notes
+    -----
+    All calls are thread-safe. A call that raises has changed nothing. After ``close``, calls raise PoolClosed, except
+    ``stats`` and ``close``.
+
+    Pass the stream of the engine to calls that take ``stream=``. Work that is enqueued on it after the call may use the
+    blocks that the call returns. Blocks that the call commits or frees are used by the work enqueued on it before. The
+    copies of the pool, and other streams, wait accordingly. The default is the stream that a sequence used last; for a
+    new sequence, the null stream of the device.
 
     Examples
     --------
@@ -203,13 +216,41 @@ class KVCacheManager(LiveSequences, Closing):
         stream: StreamLike = None,
         group: int | None = None,
     ) -> Lease:
-        """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
+        """Pin the blocks of keys, so that they stay readable until the lease is closed.
 
-        With several groups of layers, it pins the blocks of all groups that have the key. At least one must have it,
-        and every group with attention to all tokens must. With ``group``, it pins those of that group alone, which must
-        have all keys. Without a ``stream``, the call waits, without a lock, until
-        the host can read the bytes. With a ``stream`` it returns at once, and work that is enqueued there later waits.
-        Raises BlockNotFound, naming the first key that is missing, with nothing pinned; DeviceError.
+        Parameters
+        ----------
+        keys : array_like of uint64, shape (n, 2), or sequence of bytes
+            Keys of full blocks, 16 bytes each: ``BlockKeys.keys``.
+        owner : str, default ""
+            Name of the reader, for ``revoke`` and for people.
+        tier : {"device", "host"}, optional
+            The tier whose blocks are pinned. By default the host copy of a key where there is one, else its device
+            block.
+        stream : Stream, int, or stream of another package, optional
+            The call returns at once, and work that is enqueued on this stream afterwards can read the blocks. Without a
+            stream, the call waits until the host can read the bytes.
+        group : int, optional
+            The index of a group of layers, which must have all keys. By default the blocks of all groups that have a
+            key are pinned. At least one group must have it, and so must every group with attention to all tokens.
+
+        Returns
+        -------
+        Lease
+            The pinned blocks. Close it, or use it in a ``with`` statement.
+
+        Raises
+        ------
+        BlockNotFound
+            For the first key that is missing. Nothing is pinned then.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. The call holds no lock while it waits.
         """
         which = tier_number(tier)
         return self._leases.pin(key_rows(keys), None, which, owner, stream, group)
@@ -217,10 +258,34 @@ class KVCacheManager(LiveSequences, Closing):
     def find_and_pin_host(
         self, key: Key, *, owner: str = "", stream: StreamLike = None, group: int | None = None
     ) -> Lease | None:
-        """Pin the host copy of one key (16 bytes or uint64[2]), or None if it has none. Finding and pinning are one
-        step.
+        """Look up the host copy of one key and pin it, in one step.
 
-        Readiness and ``group`` are as for ``pin``.
+        Parameters
+        ----------
+        key : bytes or array_like of uint64, shape (2,)
+            The key of a full block, 16 bytes.
+        owner : str, default ""
+            Name of the reader, for ``revoke`` and for people.
+        stream : Stream, int, or stream of another package, optional
+            As for ``pin``.
+        group : int, optional
+            As for ``pin``.
+
+        Returns
+        -------
+        Lease or None
+            The pinned block, or None if the key has no host copy.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool.
         """
         row = key_row(key)
         try:
@@ -229,12 +294,36 @@ class KVCacheManager(LiveSequences, Closing):
             return None
 
     def pin_blocks(self, ids: Ids, *, owner: str = "", stream: StreamLike = None) -> Lease:
-        """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
+        """Pin blocks by id. Each must hold content, or be held by a sequence or a lease.
 
-        Ids are pool ids: ``groups[g].first_device_block`` + the id in a table of group g. The call waits as ``pin``
-        does. Of a block that a sequence is still filling, only the committed tokens can be read; the engine goes on
-        writing after them. Of a running state, which the next token overwrites, the lease keeps the block, and the
-        sequence continues in a copy.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Pool ids: ``groups[g].first_device_block`` plus the id in a block table of group g.
+        owner : str, default ""
+            Name of the reader, for ``revoke`` and for people.
+        stream : Stream, int, or stream of another package, optional
+            As for ``pin``.
+
+        Returns
+        -------
+        Lease
+            The pinned blocks. Close it, or use it in a ``with`` statement.
+
+        Raises
+        ------
+        BlockNotFound
+            For the first block that is empty. Nothing is pinned then.
+        TypeError, ValueError
+            For a bad argument.
+        DeviceError, PoolClosed
+            Where the device has failed; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. In a block that a sequence is still filling, only the committed tokens can be
+        read; the engine writes on after them. If the block is the running state of a recurrent group, which the next
+        token overwrites, the lease keeps the block, and the sequence continues in a copy.
         """
         return self._leases.pin(None, id_array("ids", ids), control.ANY_TIER, owner, stream)
 
@@ -245,10 +334,29 @@ class KVCacheManager(LiveSequences, Closing):
             return self._leases.all
 
     def revoke(self, owner: str) -> int:
-        """Close all leases and abort all reservations of an owner that is gone; returns how many.
+        """Close all leases and abort all reservations of an owner.
 
-        The memory may be reused at once. So its readers must not read and its loaders must not write any more, except
-        for what they have enqueued on the streams that they named. Changes the pool. Thread-safe.
+        Parameters
+        ----------
+        owner : str
+            The name that ``pin`` or ``reserve`` was given.
+
+        Returns
+        -------
+        int
+            Number of leases and reservations that were ended.
+
+        Raises
+        ------
+        TypeError
+            For an owner that is not a string.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. The memory may be reused at once: the readers and loaders of the owner must have
+        ended, except for the work that they have enqueued on the streams that they named.
         """
         owner = text_argument("owner", owner)
         return self._leases.revoke(owner) + self._reservations.revoke(owner)
@@ -257,22 +365,36 @@ class KVCacheManager(LiveSequences, Closing):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of layers in the order of the argument. A pool made of a layout has one group."""
+        """The groups of layers, in the order of the argument. A pool made of a layout has one group."""
         return self.core.config.groups
 
     @property
     def layout(self) -> BlockLayout:
-        """The layout of a pool with one group of one layout. ValueError for other pools, which have ``groups``."""
+        """The layout of a pool with one group of one layout.
+
+        Raises
+        ------
+        ValueError
+            For other pools: use ``groups``.
+        """
         return self._pools.layout
 
     # -- the pool as a whole ---------------------------------------------------------------------
 
     @property
     def free_blocks(self) -> int:
-        """Device blocks that can be taken now, with those that are cached, in a pool with one group.
+        """Device blocks that an allocation can take now, cached ones included, in a pool with one group.
 
-        Cheap enough for every step. Thread-safe; changes nothing. Raises PoolClosed, and ValueError if there are several
-        groups.
+        Raises
+        ------
+        ValueError
+            In a pool with several groups: use ``free_blocks_per_group``.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing. Cheap enough for every step.
         """
         with self.core.lock, self.core.changes:
             self.core.check_open()
@@ -284,7 +406,17 @@ class KVCacheManager(LiveSequences, Closing):
 
     @property
     def free_blocks_per_group(self) -> Int64s:
-        """The same for each group: int64[groups]."""
+        """Device blocks that an allocation can take now in each group, cached ones included: int64[groups].
+
+        Raises
+        ------
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing. Cheap enough for every step. The array is the caller's.
+        """
         counts = np.empty(len(self.core.tables), np.int64)
         with self.core.lock, self.core.changes:
             self.core.check_open()
@@ -293,25 +425,53 @@ class KVCacheManager(LiveSequences, Closing):
 
     @property
     def closed(self) -> bool:
+        """Whether the pool was closed."""
         return self._shutdown.report is not None
 
     def now(self) -> int:
-        """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
+        """Return the time on the clock of the pool.
+
+        Returns
+        -------
+        int
+            Milliseconds.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the ``clock`` of the caller returns anything but an int from 0 to 2**42.
+        """
         return self.core.now()
 
     def events(self, *, snapshot: bool = False, since: int | None = None) -> kv_events.Events:
-        """What has changed in the cache since the last call. Each event is returned once.
+        """Return what has changed in the cache since the last call. Each event is returned once.
 
-        ``snapshot=True`` adds one "cleared" event and then "stored" events for all that is cached now, parents before
-        their children. A reader that starts late, or that has lost events, needs this.
+        Parameters
+        ----------
+        snapshot : bool, default False
+            Whether to add a "cleared" event, and then "stored" events for all that is cached, parents before their
+            children. A reader that starts late, or that has missed events, needs this.
+        since : int, optional
+            For one of several readers, each of which gets all events: 0 at first, then the ``cursor`` of the last
+            result. Calls without ``since`` are not affected.
 
-        ``since``: for one of several readers, each of which gets all events. 0 at first, then the ``cursor`` of what
-        this reader got last. The pool keeps the last ``event_capacity`` rows for all of them, and nothing for a reader;
-        ``missed`` says how many came too late for it. Other calls, with ``since`` and without, get what they would have
-        got. Numbers count from the first event of the pool, and those of a snapshot come again.
+        Returns
+        -------
+        Events
+            The events, in order, and how many were missed.
 
-        Thread-safe; the cache stays as it is. Raises ValueError for a snapshot of a pool with ``event_capacity=0``, and
-        for a cursor that the pool has not reached; TypeError, PoolClosed.
+        Raises
+        ------
+        ValueError
+            For a snapshot of a pool with ``event_capacity=0``, and for a cursor that the pool has not reached.
+        TypeError, PoolClosed
+            For an argument of the wrong type; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. The cached content stays as it is. The pool keeps the last ``event_capacity`` rows for all readers
+        together, and no state for a reader with ``since``; ``missed`` counts those that it was too late for. Events are
+        numbered from the first one of the pool, and the numbers of a snapshot occur again.
         """
         if bool_argument("snapshot", snapshot) and not self.core.states.groups[0, records.H.event_capacity]:
             raise ValueError("snapshot: expected False in a pool that records no events (event_capacity=0), got True")
@@ -328,7 +488,17 @@ class KVCacheManager(LiveSequences, Closing):
             raise
 
     def stats(self) -> statistics.Stats:
-        """A snapshot; also of a closed pool. Thread-safe; changes nothing, except that reservations may expire."""
+        """Return a snapshot of the statistics. A closed pool has them too.
+
+        Returns
+        -------
+        Stats
+            The numbers since the pool was made, and those of now.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing, except that reservations may expire.
+        """
         core, deadlines = self.core, self._reservations.deadlines
         now_ms, uploads = core.now() if self._leases.all or deadlines else 0, self._staging.in_flight()
         with core.lock, core.changes:
@@ -338,8 +508,19 @@ class KVCacheManager(LiveSequences, Closing):
             return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, uploads, late)
 
     def verify(self) -> None:
-        """Check every invariant of the state; also where the pool has failed. Slow. Raises IntegrityError, which names
-        the one that does not hold; PoolClosed."""
+        """Check every invariant of the state. This is slow, and meant for tests and diagnosis.
+
+        Raises
+        ------
+        IntegrityError
+            If an invariant does not hold; the message names it.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing. It also works after the pool has failed.
+        """
         with self.core.lock, self.core.changes:
             if self.core.closed:
                 self.core.check_open()
@@ -357,10 +538,23 @@ class KVCacheManager(LiveSequences, Closing):
         return np.concatenate([self._writer.pinned, *self._leases.pinned()])
 
     def clear(self, force: bool = False) -> None:
-        """Forget all content. Pinned blocks stay readable.
+        """Drop all content of both tiers. Pinned blocks stay readable.
 
-        Raises PoolBusy while sequences live or reservations are open. ``force=True`` releases and aborts them; their
-        loaders must not write any more.
+        Parameters
+        ----------
+        force : bool, default False
+            Whether to release live sequences and abort open reservations. Their loaders must not write any more.
+
+        Raises
+        ------
+        PoolBusy
+            While sequences live or reservations are open, without ``force``.
+        TypeError, PoolClosed
+            For a bad argument; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool. It does not change stores: see ``StorageManager.clear``.
         """
         force, now_ms = bool_argument("force", force), self.core.now()
 
@@ -378,38 +572,75 @@ class KVCacheManager(LiveSequences, Closing):
         self.core.decide(None, verbs.reset, ids=None, first=named, finish=lambda _: self._reservations.clear(now_ms))
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Make a block of calls of this thread, with no call of another thread between them::
+        """Return a context manager for calls of this thread that no call of another thread interleaves with.
 
-            with cache.exclusive():
-                cache.commit(done)
-                cache.release(done)
-                sequence = cache.add_sequence(prompt)
+        Each call in the block is done or refused by itself, as elsewhere, and sees the effects of those before it.
+        Allowed are ``match_prefix``, ``pin`` with a ``stream``, ``Lease.close``, ``add_sequence``,
+        ``add_sequence_batch`` without ``loads``, ``append_tokens``, ``commit`` and ``release``. Any other call raises
+        RuntimeError and changes nothing, even one of a destructor.
 
-        Returns a context manager for one block. Each call in it is done or refused by itself, as elsewhere, and sees
-        the effects of those before it. Allowed are ``match_prefix``, ``pin`` with a ``stream``, ``Lease.close``,
-        ``add_sequence``, ``add_sequence_batch`` without ``loads``, ``append_tokens``, ``commit`` and ``release``. Any
-        other call raises RuntimeError, names itself, and changes nothing; so does a destructor's.
-
-        No copy is enqueued before the end of the block. Until then, do not use on the device what its calls hand out;
-        ``Lease.addresses`` raises RuntimeError. The end enqueues all copies in order, even after an exception in the
-        block. It closes each lease whose copy the device refuses, and raises BlockNotFound, unless the block has
-        raised.
+        Returns
+        -------
+        context manager
+            For one ``with`` statement. Entering it raises PoolClosed, and RuntimeError inside another call or another
+            block of this pool. Its end raises BlockNotFound if the device has refused a copy for a lease, which is
+            closed then.
 
         Notes
         -----
-        The block holds the state lock. Other threads that call this pool wait meanwhile, so keep it short: hash
-        prompts before it (``block_keys``), and wait for nothing in it: no thread, no lock, no device, no I/O, no other
-        pool. The clock is read once, before it. Changes the pool; thread-safe. Entering it raises PoolClosed, and
-        RuntimeError inside another call or another block of this pool.
+        Thread-safe. Changes the pool. No copy is enqueued before the end of the block: until then, do not use on the
+        device what its calls return; ``Lease.addresses`` raises RuntimeError. The end enqueues all copies in order,
+        even after an exception in the block.
+
+        The block holds the state lock, and other threads that call this pool wait, so keep it short: hash prompts
+        before it (``block_keys``), and wait for nothing in it: no thread, lock, device, I/O or other pool. The clock is
+        read once, before it.
+
+        Examples
+        --------
+        >>> import kvpool
+        >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+        >>> with kvpool.KVCacheManager(layout, device_blocks=4, device="cpu") as cache:
+        ...     done = cache.add_sequence(range(12))
+        ...     with cache.exclusive():
+        ...         cache.commit(done)
+        ...         cache.release(done)
+        ...         sequence = cache.add_sequence(range(16))
+        ...     print(cache.cached_tokens(sequence))
+        ...     cache.release(sequence)
+        12
         """
         return Exclusive(self.core, self._leases.settle)
 
     def close(self, force: bool = False) -> CloseReport:
-        """Free all memory; returns what was still held. Later calls raise PoolClosed, except ``stats`` and ``close``.
+        """Free all memory. Later calls raise PoolClosed, except ``stats`` and ``close``.
 
-        Warns with ResourceWarning, once everything is freed, if sequences, leases or reservations were still held.
-        Raises PoolBusy, with nothing changed, while arrays that were made of exports live. With ``force=True`` it
-        closes, and their memory stays until they are gone, but the pool no longer orders accesses to it.
+        Parameters
+        ----------
+        force : bool, default False
+            Whether to close although arrays made of exports live. Their memory stays until they are gone, but the pool
+            no longer orders accesses to it.
+
+        Returns
+        -------
+        CloseReport
+            What was still held.
+
+        Raises
+        ------
+        PoolBusy
+            While arrays that were made of exports live, without ``force``. Nothing has changed then.
+        TypeError
+            For a bad argument.
+
+        Warns
+        -----
+        ResourceWarning
+            If sequences, leases or reservations were still held. Everything is freed by then.
+
+        Notes
+        -----
+        Thread-safe. The end of a ``with`` block does the same with ``force=True``.
         """
         return self._close(bool_argument("force", force), 4)
 

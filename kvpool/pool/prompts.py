@@ -42,21 +42,24 @@ _ID, _REUSED = records.OUT.id, slice(records.OUT.cached, records.OUT.missed + 1)
 
 
 class LayerLoads:
-    """What an admission with ``loads=`` brings from the host, part after part of the layers. ``layer_loads`` makes it.
-    Thread-safe; one admission at a time.
+    """The loads of an admission from the host, split by layers. Made by ``Imports.layer_loads``.
 
-    Call ``wait`` for each layer before its kernel is enqueued: until then, its blocks may hold anything. If another
-    call says what was done on the stream, as ``commit`` and ``release`` do, the stream waits for all layers first. So
-    make such calls before the admission, or behind the last layer.
+    Pass it as ``loads`` to ``KVCacheManager.add_sequence_batch``, and call ``wait`` for each layer before its kernel is
+    enqueued: until then, the blocks of the layer may contain anything.
 
     Attributes
     ----------
-    stream
-        That of the admission.
-    parts
-        In how many parts of the layers it comes.
-    events
-        One for each part, or none where nothing is on its way.
+    stream : Stream
+        The stream of the admission.
+    parts : int
+        The number of parts into which the layers are split.
+    events : list of DeviceEvent
+        One for each part; empty where nothing is loaded.
+
+    Notes
+    -----
+    Thread-safe, for one admission at a time. A call that reports work on the stream, such as ``commit`` and
+    ``release``, makes the stream wait for all layers. So make such calls before the admission, or after the last layer.
 
     Examples
     --------
@@ -64,11 +67,11 @@ class LayerLoads:
     >>> layout = kvpool.BlockLayout(layers=4, kv_heads=2, head_dim=8, tokens_per_block=4)
     >>> with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
     ...     loads = cache.imports.layer_loads(parts=2)
-    ...     found = cache.add_sequence_batch([[1, 2, 3, 4, 5]], loads=loads)
+    ...     admission = cache.add_sequence_batch([[1, 2, 3, 4, 5]], loads=loads)
     ...     for layer in range(4):
     ...         loads.wait(layer)  # then enqueue the kernels of that layer
-    ...     cache.commit(found.ids)
-    ...     cache.release(found.ids)
+    ...     cache.commit(admission.ids)
+    ...     cache.release(admission.ids)
     """
 
     def __init__(self, core: Core, stream: Stream, parts: int) -> None:
@@ -76,15 +79,15 @@ class LayerLoads:
         self.events: list[DeviceEvent] = []
 
     def wait(self, layer: int, *, stream: StreamLike = None, group: int | None = None) -> None:
-        """Have work that is enqueued from now on wait for a layer. The caller does not wait.
+        """Make work that is enqueued from now on wait for a layer. The caller does not wait.
 
         Parameters
         ----------
-        layer
-            Counted in its group, over all layouts of the group.
-        stream
-            Which stream waits: that of the admission by default.
-        group
+        layer : int
+            The index of the layer in its group, over all layouts of the group.
+        stream : Stream, int, or stream of another package, optional
+            The stream that waits, by default the one of the admission.
+        group : int, optional
             The index of a group of layers, required where there are several.
 
         Raises
@@ -92,7 +95,7 @@ class LayerLoads:
         TypeError, ValueError
             For a layer or a group that the pool does not have, and for a stream on which no work can be enqueued.
         DeviceError, PoolClosed
-            Where the device fails; after ``close``.
+            Where the device has failed; after the pool was closed.
         """
         config = self.core.config
         layers = sum(layout.layers for layout in config.groups[config.group(group)].layouts)
@@ -135,20 +138,44 @@ class Prompts:
         reuse: bool = True,
         publish: bool = True,
     ) -> BlockKeys:
-        """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
+        """Hash a prompt once, for every call that takes a prompt.
 
-        ``tokens``: n token ids from 0 to 2**31 - 1, in any integer buffer or list without bools; or BlockKeys alone,
-        which were copied or unpickled: the result can be extended. ``salt`` and ``adapter_id`` name the namespace:
-        equal tokens in different namespaces never match. ``extra_ids`` int64[n], of any sign, tell tokens apart whose
-        ids are equal, such as image placeholders.
+        Parameters
+        ----------
+        tokens : array_like of int, shape (n,), or BlockKeys
+            Token ids from 0 to 2**31 - 1; or, without other arguments, BlockKeys that were copied or unpickled, to be
+            verified so that they can be extended.
+        salt : bytes or str, optional
+            With ``adapter_id``, the namespace. Equal tokens in different namespaces never match.
+        adapter_id : int or str, optional
+            The adapter, such as a LoRA, with which the KV is computed.
+        extra_ids : array_like of int, shape (n,), optional
+            Distinguish tokens whose ids are equal, such as placeholders of images. Any int64; 0 is none.
+        reuse : bool, default True
+            With False, a request with this prompt computes all of its tokens, as for logprobs of the prompt:
+            ``match_prefix`` and admission find nothing. What it computes is cached for others, as with vLLM's
+            ``skip_reading_prefix_cache``. It counts as ``bypassed_tokens``, and in no other figure of prompts.
+        publish : bool, default True
+            With False, others never find what a request with this prompt computes. With both False, it leaves no trace
+            in the cache.
 
-        ``reuse=False``: a request with this prompt computes all of its tokens, as one that asks for the logprobs of its
-        prompt must. Nothing is looked up: ``match_prefix`` and admission find nothing, and ``prefetch`` brings nothing.
-        What it computes is cached for others, as with vLLM's ``skip_reading_prefix_cache``. It counts as
-        ``bypassed_tokens``, and in no other figure of prompts. ``publish=False``: nothing that a request with this
-        prompt computes is ever found by others; it reuses what is cached. Both together leave no trace in the cache.
+        Returns
+        -------
+        BlockKeys
+            The prompt with the keys of its full blocks.
 
-        Raises TypeError or ValueError. Reads no state; thread-safe.
+        Raises
+        ------
+        TypeError
+            For a bad argument, and for other arguments with BlockKeys.
+        ValueError
+            For a bad argument.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Reads no state, and takes no lock.
         """
         self.core.check_open()
         plain = salt is None and adapter_id is None and reuse is True and publish is True
@@ -174,15 +201,33 @@ class Prompts:
     @overload
     def keys_of(self, ids: Integers) -> list[BlockKeys]: ...
     def keys_of(self, ids: Ids) -> BlockKeys | list[BlockKeys]:
-        """The prompts that live sequences are now: BlockKeys for one id, a list of them for several.
+        """Return the tokens of live sequences, decoded ones included, as prompts.
 
-        They have all tokens, decoded ones too, the namespace, and the keys that the pool has computed already. So the
-        next turn of a conversation, ``keys_of(id).extend(text)``, hashes only new blocks, as does a request that is
-        released and added again. Of a sequence that publishes nothing they have ``publish=False``.
+        Parameters
+        ----------
+        ids : int or array_like of int, shape (n,)
+            Ids of live sequences.
 
-        Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError, ValueError. ValueError is also for
-        a sequence without tokens, and where no group of layers has all of them any more: then extend the BlockKeys that
-        it was added with.
+        Returns
+        -------
+        BlockKeys or list of BlockKeys
+            One for one id, a list for several. They have the namespace of the sequence, and the keys that are computed
+            already: ``keys_of(id).extend(text)``, for the next turn of a conversation, hashes only new blocks. For a
+            sequence that publishes nothing, they have ``publish=False``.
+
+        Raises
+        ------
+        UnknownSequence
+            For an id that is not a live sequence.
+        TypeError, ValueError
+            For a bad argument, for a sequence without tokens, and where no group of layers has all tokens any more:
+            then extend the BlockKeys that the sequence was added with.
+        DeviceError, PoolClosed
+            Where the device has failed, or a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
         """
         which, state = id_array("ids", ids), self._whole()
         with self.core.lock, self.core.changes:
@@ -222,10 +267,29 @@ class Prompts:
 
     @allowed_inside
     def match_prefix(self, prompt: Prompt) -> Match:
-        """What the prompt would reuse if it were added now; its last token is never reused.
+        """Return what a prompt would reuse if it were added now. Its last token is never reused.
 
-        It gets the full blocks in any batch, and the partial tokens unless blocks are short: ``plan_batch`` says what a
-        batch gets. Does not change the pool.
+        Parameters
+        ----------
+        prompt : BlockKeys or array_like of int, shape (n,)
+            The prompt.
+
+        Returns
+        -------
+        Match
+            The tokens in full blocks, which an admission gets in any batch, and those in a part of a block, which it
+            gets unless blocks are short: ``plan_batch`` plans a batch.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
         """
         return self._requests.match(self._requests.keys(prompt))
 
@@ -238,12 +302,39 @@ class Prompts:
         group: int | None = None,
         encoder_tokens: int | None = None,
     ) -> int:
-        """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by
-        ``new_tokens``.
+        """Return how many free device blocks a prompt needs, or the growth of live sequences.
 
-        A reusable block reduces the number only if somebody holds it: a cached block that nobody holds counts as free.
-        ``group``: the index of a group of layers, required where there are several. ``encoder_tokens``: given with a
-        prompt exactly where that group is for cross attention. Does not change the pool.
+        Parameters
+        ----------
+        prompt : BlockKeys or array_like of int, shape (n,), optional
+            The prompt, with room for ``new_tokens`` more. Not with ``sequences``.
+        sequences : int or array_like of int, shape (m,), optional
+            Ids of live sequences, each to grow by ``new_tokens``.
+        new_tokens : int or array_like of int, shape (m,), default 0
+            Number of tokens, one for all or one for each sequence.
+        group : int, optional
+            The index of a group of layers, required where there are several.
+        encoder_tokens : int, optional
+            The tokens of the encoder, required with a prompt if the group is for cross attention.
+
+        Returns
+        -------
+        int
+            Number of blocks. A reusable block reduces it only if somebody holds it: a cached block that nobody holds
+            counts as free.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+        UnknownSequence
+            For an id that is not a live sequence.
+        DeviceError, PoolClosed
+            Where a sequence has lost a block; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing.
         """
         if (prompt is None) == (sequences is None):
             raise TypeError(f"prompt, sequences: expected exactly one of them, got {prompt!r:.80}, {sequences!r:.80}")
@@ -279,15 +370,34 @@ class Prompts:
         return int(columns - match[4])
 
     def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Integers | None = None) -> Plan:
-        """What ``add_sequence_batch`` would do with these prompts now: how many fit, what each would reuse, and the
-        blocks that all take together. Also which live sequence is computing what a prompt lacks.
+        """Return what ``add_sequence_batch`` would do with prompts now, without doing it.
 
-        The plan is exact until the pool changes. If it has all prompts and refuses none, the batch is admitted whole;
-        else its head is, with ``allow_partial_batch``. A scheduler may hold a prompt back until the sequence of
-        ``Plan.computing`` has committed ``Plan.computing_tokens``, so that these are computed once. ``encoder_tokens``
-        is as in ``add_sequence_batch``.
+        Parameters
+        ----------
+        prompts : sequence of BlockKeys or of array_like of int
+            The prompts.
+        encoder_tokens : array_like of int, shape (n,), optional
+            As in ``add_sequence_batch``.
 
-        Does not change the pool; thread-safe. Raises ValueError and TypeError for a wrong argument, PoolClosed.
+        Returns
+        -------
+        Plan
+            How many prompts fit, what each would reuse, and the blocks that all take together; also which live sequence
+            is computing what a prompt lacks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+        PoolClosed
+            After the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes nothing. The plan is exact until the pool changes: if it has all prompts and refuses none,
+        the batch is admitted whole; otherwise its head is, with ``allow_partial_batch``. A scheduler can hold a prompt
+        back until the sequence ``Plan.computing`` has committed ``Plan.computing_tokens``, so that these are computed
+        once.
         """
         core, keys = self.core, self._requests.all_keys(list_argument("prompts", prompts))
         rows = self._requests.rows(keys, encoder_tokens)
@@ -321,8 +431,41 @@ class Prompts:
         stream: StreamLike = None,
         encoder_tokens: int | None = None,
     ) -> int:
-        """``add_sequence_batch`` for one prompt; returns the sequence id. Salt, adapter and extra ids are given to
-        ``block_keys``, whose result is a prompt too."""
+        """Admit one prompt: reuse its cached prefix, and take blocks for the rest.
+
+        Parameters
+        ----------
+        prompt : BlockKeys or array_like of int, shape (n,)
+            The prompt. ``block_keys`` gives it a salt, an adapter or extra ids.
+        retention : sequence of RetentionRange, optional
+            How long to keep the blocks of ranges of its tokens.
+        decode_priority : int, default 35
+            0 (evicted first) to 100 (evicted last), of blocks that are filled after the prompt.
+        decode_ttl_ms : int, optional
+            Milliseconds after release from which these blocks have the default priority. By default they keep theirs.
+        stream : Stream, int, or stream of another package, optional
+            The stream of the engine, which uses the blocks.
+        encoder_tokens : int, optional
+            The tokens of the encoder, required if there is a group for cross attention.
+
+        Returns
+        -------
+        int
+            The id of the sequence.
+
+        Raises
+        ------
+        OutOfBlocks, OutOfSequences
+            Where too few device blocks or rows are free. The prompt may fit later.
+        TypeError, ValueError
+            For a bad argument, and for a prompt that can never fit.
+        DeviceError, PoolClosed
+            Where the device has failed; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool.
+        """
         ranges = None if retention is None else [retention]
         keys = self._requests.hashed("prompt", prompt)
         arrivals = self._requests.arrivals([keys], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
@@ -341,19 +484,49 @@ class Prompts:
         encoder_tokens: Integers | None = None,
         loads: LayerLoads | None = None,
     ) -> Admission:
-        """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
+        """Admit prompts: reuse what is cached on either tier, and take blocks for the rest.
 
-        All prompts are matched before anything is taken. So each gets the full blocks that ``match_prefix`` promised
-        right before. The batch is admitted whole or not at all. With ``allow_partial_batch``, the first prompts that
-        fit are admitted. A prompt that can never fit does not end them: ``Admission.refused`` names it.
+        Parameters
+        ----------
+        prompts : sequence of BlockKeys or of array_like of int
+            The prompts.
+        retention : sequence of (sequence of RetentionRange or None), optional
+            How long to keep the blocks of ranges of the tokens, for each prompt.
+        decode_priority : int, default 35
+            0 (evicted first) to 100 (evicted last), of blocks that are filled after the prompt.
+        decode_ttl_ms : int, optional
+            Milliseconds after release from which these blocks have the default priority. By default they keep theirs.
+        stream : Stream, int, or stream of another package, optional
+            The stream of the engine, which uses the blocks.
+        allow_partial_batch : bool, default False
+            Whether to admit the first prompts that fit, if not all do. A prompt that can never fit does not end them:
+            ``Admission.refused`` names it.
+        encoder_tokens : array_like of int, shape (n,), optional
+            The tokens of the encoder for each prompt, required if there is a group for cross attention.
+        loads : LayerLoads, optional
+            For an engine that computes the first layers while others are loaded from the host: the result of
+            ``Imports.layer_loads``, whose stream then waits for a layer only in ``LayerLoads.wait``. Not with
+            ``stream``.
 
-        ``retention`` has one list of ranges, or None, per prompt. ``stream``: the engine's, which will use the blocks.
-        ``encoder_tokens``: int64[n], the encoder's tokens of each prompt, given exactly where there is a group for
-        cross attention. ``loads``: for an engine that computes with the first layers while the others come from the
-        host. The stream, which is the one of ``layer_loads``, then waits for no layer before ``LayerLoads.wait``.
+        Returns
+        -------
+        Admission
+            The ids of the sequences, and what each reuses.
 
-        Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
-        can never fit, and ValueError or TypeError for a wrong argument.
+        Raises
+        ------
+        OutOfBlocks, OutOfSequences
+            Where too few device blocks or rows are free. The batch may fit later.
+        TypeError, ValueError
+            For a bad argument, and for a prompt that can never fit.
+        DeviceError, PoolClosed
+            Where the device has failed; after the pool was closed.
+
+        Notes
+        -----
+        Thread-safe. Changes the pool, for the whole batch or not at all, unless ``allow_partial_batch`` is set. All
+        prompts are matched before anything is taken, so each gets the full blocks that ``match_prefix`` returned
+        immediately before.
         """
         arrivals = self._requests.arrivals(
             prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens
