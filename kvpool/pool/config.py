@@ -394,13 +394,15 @@ class MemoryOptions:
 
     Examples
     --------
+    >>> import mmap
     >>> import numpy as np
     >>> import kvpool
     >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
-    >>> memory = kvpool.MemoryOptions(host_memory=lambda nbytes, alignment: np.zeros(nbytes, np.uint8))
+    >>> pages = mmap.mmap(-1, 8 * layout.block_bytes)
+    >>> memory = kvpool.MemoryOptions(host_memory=np.frombuffer(pages, np.uint8))
     >>> with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu", memory=memory) as cache:
-    ...     print(cache.memory.host_pool.shape[0])
-    8
+    ...     print(cache.memory.host_pool.shape)
+    (8, 2, 2, 4, 2, 8)
     """
 
     device_memory: TierMemory | Sequence[TierMemory] | None = None
