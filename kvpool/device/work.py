@@ -26,9 +26,18 @@ START, SCALE, OFFSET = range(3)
 
 
 class Table(NamedTuple):
-    """int32[..., rows, columns], or int32[n] (a *vector*), that a device can write.
+    """An array that a device can write: int32 of shape (..., rows, columns), or a *vector* of shape (n,).
 
-    ``address`` and ``strides`` are in bytes. ``owner`` keeps the memory alive.
+    Attributes
+    ----------
+    address : int
+        The address of the first element.
+    shape : tuple of int
+        Elements along each axis.
+    strides : tuple of int
+        Bytes from an element to the next along each axis.
+    owner : object
+        Keeps the memory alive.
     """
 
     address: int
@@ -44,19 +53,33 @@ class Table(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """Rows of block ids on their way into ``table``, in one buffer of the host tier that belongs to this upload
-    alone. It fits the table.
+    """An upload of rows of block ids to a table, from a staging buffer that belongs to this upload alone.
 
-    ``buffer`` uint8 is memory of ``Device.allocate``, and ``address`` its first byte. From there on it holds, in this
-    order:
+    Attributes
+    ----------
+    table : Table
+        The table to write, which has room for the rows.
+    buffer : ndarray of uint8
+        Memory of ``Device.allocate``.
+    address : int
+        The address of its first byte.
+    planes : int
+        The number of planes of the table, 1 or more.
+    rows : int
+        The number of rows of ids, 1 or more.
+    width : int
+        The number of ids of a row, 0 or more.
+    columns : int
+        The number of columns to write, 1 or more. Those from ``width`` on become -1.
+
+    Notes
+    -----
+    The buffer has, in this order:
 
     - int32[rows, width]: the ids, -1 where there is no block, padded to a multiple of 8 bytes;
-    - int64[rows]: for each row of ids the row of the table that it is for, all different;
+    - int64[rows]: the row of the table for each row of ids, all different;
     - int64[planes, 3]: for each plane of the table its first byte, counted from the table's address, its scale and its
       offset.
-
-    In these rows of the table, the columns [width, columns) become -1. ``planes``, ``rows`` and ``columns`` are at
-    least 1. ``width`` may be 0.
     """
 
     table: Table
@@ -128,10 +151,17 @@ def write_rows(address: int, planes: int, rows: int, width: int, columns: int, t
 
 
 class StagedVectors(NamedTuple):
-    """Numbers on their way into vectors, in one buffer of the host tier that belongs to this upload alone.
+    """An upload of numbers to vectors, from a staging buffer that belongs to this upload alone.
 
-    ``buffer`` and ``address`` are as in ``StagedRows``. ``pieces`` are (vector, first byte in the buffer, bytes). Each
-    is written to the start of its vector; none is empty.
+    Attributes
+    ----------
+    buffer : ndarray of uint8
+        Memory of ``Device.allocate``.
+    address : int
+        The address of its first byte.
+    pieces : list of (Table, int, int)
+        Each vector, its first byte in the buffer, and its bytes, 1 or more. They are written to the start of the
+        vector.
     """
 
     buffer: Uint8s
@@ -220,16 +250,24 @@ AsTable = Callable[[Any, str, bool, int], Table]
 
 @dataclass(frozen=True, eq=False)
 class StepTargets:
-    """Memory that a device can write for the tables of a step. See ``tables.step_tables.StepTables``."""
+    """The arrays of a ``StepTables`` that a device writes.
+
+    Attributes
+    ----------
+    tables : dict of str to Table
+        The wanted arrays, by name.
+    places : ndarray of int64, shape (9,)
+        Their addresses, 0 for an array that is not wanted; then the row stride in bytes and the columns of ``table``.
+    limits : ndarray of int64, shape (3,)
+        The most tokens, columns and blocks that fit.
+    rows : int
+        The most sequences that fit.
+    """
 
     tables: dict[str, Table]
-    """The wanted tables by name."""
     places: Int64s
-    """Where they lie, for ``write_step``: int64[9]."""
     limits: Int64s
-    """The most tokens, columns and blocks that fit: int64[3]."""
     rows: int
-    """The most sequences that fit."""
 
     @classmethod
     def of(cls, arrays: Any, as_table: AsTable) -> StepTargets:
@@ -291,17 +329,35 @@ def check_spans(spans: Iterable[tuple[int, int, str]]) -> None:
 
 
 class StagedStep(NamedTuple):
-    """A step on its way into ``targets``, in one buffer of the host tier that belongs to this upload alone.
+    """An upload of the tables of a step, from a staging buffer that belongs to this upload alone.
 
-    ``buffer`` and ``address`` are as in ``StagedRows``. From the address on, the buffer holds:
+    Attributes
+    ----------
+    targets : StepTargets
+        The arrays to write.
+    buffer : ndarray of uint8
+        Memory of ``Device.allocate``.
+    address : int
+        The address of its first byte.
+    sequences : int
+        The number of sequences.
+    columns : int
+        The largest number of columns of a sequence.
+    tokens_per_block : int
+        The number of tokens of a block.
+    sinks : int
+        The number of first columns that a window never passes.
 
-    - int64[sequences + 1, 4], the numbers of each sequence: the index of its first block id among the staged ones; how
-      many of its columns, from ``sinks`` on, have no block and are left out; its tokens; the index of its first slot.
-      The last row has the ends.
-    - int32: the block ids, sequence after sequence.
+    Notes
+    -----
+    The buffer has, in this order:
 
-    The tokens that get slots are the last ones of a sequence. None of them is in a column without a block. ``columns``
-    is the largest number of columns of a sequence.
+    - int64[sequences + 1, 4], for each sequence: the index of its first block id among the staged ones; how many of its
+      columns, from ``sinks`` on, have no block and are left out; its tokens; the index of its first slot. The last row
+      has the ends.
+    - int32: the block ids, one sequence after the other.
+
+    The tokens that get slots are the last ones of a sequence. None of them is in a column without a block.
     """
 
     targets: StepTargets

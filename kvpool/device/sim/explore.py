@@ -13,7 +13,22 @@ _WHOLE_MOVE = 2**62
 
 
 class ListedChoices(Choices):
-    """The listed choices, then always the first way. ``made`` has every choice so far, with its number of ways."""
+    """Choices from a list, and the first way after its end.
+
+    Parameters
+    ----------
+    listed : sequence of int
+        The choices, such as those of ``ScheduleFailed.choices``.
+
+    Attributes
+    ----------
+    made : list of (int, int)
+        Every choice so far, and the number of ways that there were.
+
+    Notes
+    -----
+    Not thread-safe: the device calls it under its lock.
+    """
 
     def __init__(self, listed: Sequence[int] = ()) -> None:
         self._listed = tuple(listed)
@@ -30,7 +45,13 @@ class ListedChoices(Choices):
         return choice
 
     def following(self) -> list[int] | None:
-        """The list of the next schedule, depth first, or None after the last."""
+        """Return the choices of the next schedule, depth first.
+
+        Returns
+        -------
+        list of int or None
+            None after the last schedule.
+        """
         made = list(self.made)
         while made:
             choice, n = made.pop()
@@ -43,8 +64,13 @@ class ListedChoices(Choices):
 
 
 class ScheduleFailed(KVPoolError, AssertionError):
-    """``body`` failed under one schedule. ``SimDevice(choices=ListedChoices(choices), ...)`` runs that schedule
-    again."""
+    """The function that ``explore`` calls has failed under one schedule.
+
+    Attributes
+    ----------
+    choices : list of int
+        The schedule: ``SimDevice(choices=ListedChoices(choices), ...)`` runs it again.
+    """
 
     def __init__(self, number: int, choices: list[int], error: Exception, device: SimDevice) -> None:
         super().__init__(
@@ -53,14 +79,34 @@ class ScheduleFailed(KVPoolError, AssertionError):
         self.choices = choices
 
 
-def explore(body: Callable[[SimDevice], object], *, limit: int = 10_000, chunk_bytes: int = _WHOLE_MOVE) -> int:
-    """Call ``body(device)`` with a new device for every possible schedule, depth first. Returns how many there are.
+def explore(body: Callable[[SimDevice], None], *, limit: int = 10_000, chunk_bytes: int = _WHOLE_MOVE) -> int:
+    """Call a function with a new device for every possible schedule, depth first.
 
-    At every call that forces no step, a schedule either goes on or takes one more step, of any of the streams. After
-    ``body`` the rest runs, and the device is checked and closed. ``body`` must do the same in every call, except where
-    it follows answers of the device. A copy op takes one step, or with ``chunk_bytes`` in several. Raises
-    ScheduleFailed from the error of the first schedule that fails. Raises ValueError if there are more than ``limit``
-    schedules.
+    Parameters
+    ----------
+    body : callable
+        ``(device) -> None``. It must make the same calls each time, as far as the device returns the same results.
+    limit : int, default 10,000
+        The most schedules.
+    chunk_bytes : int, optional
+        The bytes that a step of a copy copies. By default a copy takes one step.
+
+    Returns
+    -------
+    int
+        The number of schedules.
+
+    Raises
+    ------
+    ScheduleFailed
+        From the error of the first schedule that fails.
+    ValueError
+        If there are more than ``limit`` schedules.
+
+    Notes
+    -----
+    At every call that forces no step, a schedule either continues or takes one more step, of any of the streams. After
+    ``body``, the rest runs, and the device is checked and closed.
     """
     limit = integer_argument("limit", limit, 1, 2**62)
     listed: list[int] | None = []

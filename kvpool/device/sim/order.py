@@ -51,7 +51,17 @@ def lines_of(site: Site) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """A call that reads or writes blocks. ``where`` is its stream, or the thread of an access by the host."""
+    """A call that reads or writes blocks.
+
+    Attributes
+    ----------
+    kind : str
+        The name of the call, such as "copy_blocks" or "launch".
+    where : str
+        The name of its stream; for an access of the host, of its thread.
+    site : tuple of (code, int)
+        Code and line of each frame of the caller, innermost first.
+    """
 
     kind: str
     where: str
@@ -68,10 +78,19 @@ def host_call(kind: str) -> Access:
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same tokens, in the order of their calls. One of them is a write, and nothing orders them.
+    """Two accesses to the same tokens, of which at least one writes, and that no event orders.
 
-    ``does`` is what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive). Arrays
-    outside the pools have the ids -1, -2, ... in the order in which they were first named.
+    Attributes
+    ----------
+    first : Access
+        The access that was called first.
+    second : Access
+        The other one.
+    does : tuple of (str, str)
+        What each of them does: it reads or it writes.
+    rows : tuple of (int, int, int)
+        The tokens: block id, first token, and end of the tokens. Arrays outside the pools have the ids -1, -2, ... in
+        the order in which they were first named.
     """
 
     first: Access
@@ -94,8 +113,13 @@ class Race:
 
 
 class RaceError(KVPoolError, AssertionError):
-    """Accesses that no event orders. ``races`` has all of them. ``schedule`` is how to run the same schedule
-    again."""
+    """Accesses that no event orders.
+
+    Attributes
+    ----------
+    races : list of Race
+        All of them. The message has the first few, and how to run the same schedule again.
+    """
 
     def __init__(self, races: Sequence[Race], schedule: str) -> None:
         shown = "\n".join(str(race) for race in races[:_SHOWN])
@@ -105,8 +129,15 @@ class RaceError(KVPoolError, AssertionError):
 
 
 class UndeclaredWrite(KVPoolError, AssertionError):
-    """Bytes changed that nobody had declared to write. ``block`` is the first such block, -1 outside the pools.
-    ``tokens`` are the tokens that changed."""
+    """Bytes changed that no call had declared to write.
+
+    Attributes
+    ----------
+    block : int
+        The first such block; -1 outside the pools.
+    tokens : list of int
+        The tokens of the block that changed.
+    """
 
     def __init__(self, what: str, block: int, tokens: Sequence[int], seen: str, schedule: str) -> None:
         super().__init__(f"{what} changed, and nobody had declared to write there; {seen}\n[{schedule}]")

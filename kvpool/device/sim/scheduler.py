@@ -22,25 +22,79 @@ from kvpool.device.sim.shadow import Shadow
 
 
 class Choices(ABC):
-    """The only source of what is undetermined in a SimDevice. Equal choices and equal calls give equal schedules."""
+    """The source of all decisions of a ``SimDevice``. Equal choices and equal calls give equal schedules.
+
+    Notes
+    -----
+    Not thread-safe: the device calls it under its lock.
+    """
 
     @abstractmethod
     def choose(self, n: int) -> int:
-        """Choose one of ``n`` (1 or more) ways to go on: an int in ``[0, n)``."""
+        """Choose one of several ways to continue.
+
+        Parameters
+        ----------
+        n : int
+            The number of ways, 1 or more.
+
+        Returns
+        -------
+        int
+            The index of the way, from 0 to ``n - 1``.
+        """
 
     def early(self, n: int) -> int:
-        """At a call that forces no step, choose which of ``n`` streams takes a step now, or -1 for none."""
+        """Choose which stream takes a step at a call that forces none.
+
+        Parameters
+        ----------
+        n : int
+            The number of streams that can take a step.
+
+        Returns
+        -------
+        int
+            The index of the stream, or -1 for none.
+        """
         return self.choose(n + 1) - 1
 
     def permutation(self, n: int) -> Int64s:
-        """An order of ``n`` things."""
+        """Choose an order of several items.
+
+        Parameters
+        ----------
+        n : int
+            The number of items.
+
+        Returns
+        -------
+        ndarray of int64, shape (n,)
+            A permutation of ``range(n)``.
+        """
         left = list(range(n))
         return np.array([left.pop(self.choose(len(left))) for _ in range(n)], np.int64)
 
 
 class SeededChoices(Choices):
-    """Random choices. ``progress`` (0 to 1) is the probability that one more step is taken early. Raises ValueError for
-    another number."""
+    """Random choices.
+
+    Parameters
+    ----------
+    seed : int
+        Equal seeds make equal choices.
+    progress : float
+        The probability that one more step is taken early, from 0 to 1.
+
+    Raises
+    ------
+    ValueError
+        For another ``progress``.
+
+    Notes
+    -----
+    Not thread-safe: the device calls it under its lock.
+    """
 
     def __init__(self, seed: int, progress: float) -> None:
         if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
@@ -70,8 +124,8 @@ _FIRST_CREATED = 1 << 63
 
 
 class Task(NamedTuple):
-    """Work in the queue of a stream. Each of its ``steps`` returns whether it was the last one. ``writes`` (rows) are
-    what it writes, ``bound`` is whether it touches blocks, ``mirrored`` whether it is done on the shadow too."""
+    """Work in the queue of a stream. Each of its ``steps`` returns whether it was the last one. ``writes`` are the rows
+    that it writes, ``bound`` is whether it touches blocks, ``mirrored`` whether it is done on the shadow too."""
 
     access: Access
     writes: Rows

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvpool.common.arrays import Array, Int64s, Uint8s
 from kvpool.common.arrays.layout import integer_argument
@@ -23,6 +23,7 @@ from kvpool.device.base import (
     Device,
     DeviceEvent,
     Stream,
+    StreamLike,
     stream_argument,
 )
 from kvpool.device.memory.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
@@ -64,6 +65,8 @@ _KINDS: dict[type, str] = {
 }
 """The names of work in reports."""
 Memory = Sequence[Array]
+RowsLike: TypeAlias = "Int64s | Sequence[Sequence[int]]"
+"""Tokens of blocks: rows (block id, first token, end of the tokens)."""
 
 
 class Graph(list[Callable[[Any], None]]):
@@ -98,14 +101,20 @@ class _Inside:
 
 
 class Gate:
-    """Holds back what was enqueued on a stream after ``SimDevice.stall``, until it is opened. It orders no accesses.
-    Thread-safe."""
+    """A gate that holds back the work enqueued on a stream after it. It orders no accesses.
+
+    ``SimDevice.stall`` returns it.
+
+    Notes
+    -----
+    Thread-safe.
+    """
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
 
     def open(self) -> None:
-        """Let the stream go on. A second call does nothing."""
+        """Let the stream continue. A second call does nothing."""
         self._release()
 
 
@@ -123,29 +132,41 @@ class HostSpan:
 
 
 class SimDevice(Device):
-    """Both tiers in main memory. Enqueued work runs in steps inside later calls, in an order that is chosen anew each
-    time.
+    """A device for tests, in main memory, that runs work late and reports races.
+
+    Enqueued work runs in steps inside later calls, in any order that streams and events allow.
 
     Parameters
     ----------
-    seed : decides the schedule and which blocks are compared. Equal seeds and equal calls give equal schedules.
-    progress : 0 to 1, the probability that a call which forces no step takes one more step. With 0 nothing runs early,
-        with 1 everything runs at once.
-    chunk_bytes : about the largest part of a copy op that is copied in one step. A copy op has at most a few steps.
-    choices : makes all decisions of the schedule, in place of ``seed`` and ``progress``.
-    compare : "all" compares the pools with their shadow after every operation, "sample" compares a few blocks. "auto"
-        (default) compares all of small pools. ``check``, ``synchronize()``, ``free`` and ``close`` always compare
-        everything.
+    seed : int, default 0
+        Decides the schedule, and which blocks are compared. Equal seeds and equal calls give equal schedules.
+    progress : float, default 0.5
+        The probability that a call which forces no step takes one more step. With 0 nothing runs early, with 1
+        everything runs at once.
+    chunk_bytes : int, default 256
+        About the most bytes of a copy op that one step copies. A copy op has at most a few steps.
+    choices : Choices, optional
+        Makes all decisions of the schedule, in place of ``seed`` and ``progress``.
+    compare : {"auto", "all", "sample"}, default "auto"
+        Which blocks are compared with their shadow after every operation: all, or a few. "auto" compares all of a small
+        pool. ``check``, ``synchronize()``, ``free`` and ``close`` always compare everything.
 
-    Accesses that no event orders, undeclared writes, and errors of launched functions are *failures*. They are kept,
-    and ``check``, ``synchronize()`` and ``close`` raise each of them once. The device keeps a shadow copy of both
-    tiers.
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument, here and in every call.
 
-    Thread-safety: any thread may call anything at any time. A launched function may not call the device, which is
-    locked while it runs. The waits of one thread count for all work that is enqueued later by any thread, and for its
-    own ``host_access``. A ``query`` that was true for one thread counts for all threads.
+    Notes
+    -----
+    Accesses that no event orders, undeclared writes, and errors of launched functions are *failures*. The device keeps
+    them, and ``check``, ``synchronize()`` and ``close`` raise each of them once. For this, it keeps a shadow copy of
+    both tiers.
 
-    If a signal handler raises inside a call, as that of Ctrl-C does, the device closes, and all later calls but
+    Any thread may call anything at any time. A launched function may not call the device, which is locked while it
+    runs. The waits of one thread count for all work that is enqueued later by any thread, and for its own
+    ``host_access``. A ``query`` that was true for one thread counts for all threads.
+
+    If a signal handler raises inside a call, as that of Ctrl-C does, the device closes, and all later calls except
     ``close`` raise DeviceError.
     """
 
@@ -189,6 +210,7 @@ class SimDevice(Device):
 
     @property
     def closed(self) -> bool:
+        """Whether the device was closed."""
         return self._closed
 
     @property
@@ -229,11 +251,21 @@ class SimDevice(Device):
             return array
 
     def free(self, array: Uint8s) -> None:
-        """See ``Device.free``. The memory is filled with poison, and kept until the device closes, so that later writes
-        to it are found.
+        """Give memory back, and report later writes to it.
 
-        Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for
-        memory that ``allocate`` did not return, or that was freed before.
+        Parameters
+        ----------
+        array : ndarray of uint8
+            The memory. It is filled with ``POISON``, and kept until the device closes.
+
+        Raises
+        ------
+        ValueError
+            For memory that ``allocate`` did not return, or that was freed before.
+
+        Notes
+        -----
+        Any access to a bound pool that this thread has not waited for is a race with this call.
         """
         with self._lock, self._settled():
             free_shared(array)
@@ -261,7 +293,18 @@ class SimDevice(Device):
             return array
 
     def available_bytes(self, tier: str) -> int | None:
-        """Half of what is available: the other half is for the shadow."""
+        """Return half of the available memory, since the shadow takes the other half.
+
+        Parameters
+        ----------
+        tier : {"device", "host"}
+            The tier.
+
+        Returns
+        -------
+        int or None
+            Bytes; None if they are not known.
+        """
         available = available_ram()
         return None if available is None else available // 2
 
@@ -299,9 +342,20 @@ class SimDevice(Device):
         return checked
 
     @contextmanager
-    def capture(self, stream: Any) -> Iterator[Graph]:
-        """Capture a stream while the context is open, as CUDA does: what ``launch`` enqueues there, and what a pool
-        captures, is recorded instead. ``replay`` does it as often as wanted. Other calls refuse the stream."""
+    def capture(self, stream: StreamLike) -> Iterator[Graph]:
+        """Capture a stream in a graph while the context is open, as CUDA does.
+
+        Parameters
+        ----------
+        stream : Stream, int, or stream of another package
+            The stream. Work that ``launch`` enqueues there, and uploads that a pool captures, are recorded. Other calls
+            refuse the stream.
+
+        Yields
+        ------
+        Graph
+            The recorded work, for ``replay``.
+        """
         handle, graph = self.as_stream(stream).handle, Graph()
         self._graphs[handle] = graph
         try:
@@ -309,8 +363,16 @@ class SimDevice(Device):
         finally:
             del self._graphs[handle]
 
-    def replay(self, graph: Graph, stream: Any) -> None:
-        """Enqueue all that a graph has."""
+    def replay(self, graph: Graph, stream: StreamLike) -> None:
+        """Enqueue the work of a graph.
+
+        Parameters
+        ----------
+        graph : Graph
+            The graph, which can be replayed any number of times.
+        stream : Stream, int, or stream of another package
+            The stream on which it runs.
+        """
         for call in graph:
             call(stream)
 
@@ -358,30 +420,54 @@ class SimDevice(Device):
 
     def launch(
         self,
-        stream: Any,
-        function: Callable[[], object],
+        stream: StreamLike,
+        function: Callable[[], None],
         *,
-        reads: Any = None,
-        writes: Any = None,
+        reads: RowsLike | None = None,
+        writes: RowsLike | None = None,
         loads: Memory = (),
         stores: Memory = (),
         layers: Layers = ALL_LAYERS,
     ) -> None:
-        """Enqueue an engine's kernel: ``function()`` is called when its turn comes, and reads and writes pool memory
-        directly.
+        """Enqueue a kernel of the engine: a function that reads and writes pool memory directly.
 
-        ``stream`` is anything that ``as_stream`` accepts. ``reads`` and ``writes`` are int64[n, 3] rows (block id,
-        first token, last token exclusive) that it may touch. ``loads`` and ``stores`` are arrays outside the pools,
-        such as block tables. It touches only these ``layers`` of the blocks: the kernel of layer 3 of 32 touches
-        ``Layers(3, 32)``. If the function writes anywhere else in the pools or these arrays, or raises, that is a
-        failure. Changes no pool before it runs. Raises TypeError or ValueError for bad arguments, and ValueError for
-        rows without a bound pool.
+        Parameters
+        ----------
+        stream : Stream, int, or stream of another package
+            The stream.
+        function : callable
+            ``() -> None``, called when its turn comes.
+        reads : array_like of int64, shape (n, 3), optional
+            The tokens that it may read: block id, first token, and end of the tokens.
+        writes : array_like of int64, shape (n, 3), optional
+            The tokens that it may write.
+        loads : sequence of ndarray, optional
+            Arrays outside the pools that it may read, such as block tables.
+        stores : sequence of ndarray, optional
+            Arrays outside the pools that it may write.
+        layers : Layers, optional
+            The layers of the blocks that it touches, such as ``Layers(3, 32)`` for layer 3 of 32. By default all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument, and for rows without a bound pool.
+
+        Notes
+        -----
+        It is a failure if the function raises, or writes anywhere else in the pools or in these arrays.
         """
         if not callable(function):
             raise TypeError(f"function: expected a callable without arguments, got {function!r:.80}")
         graph = self._graphs.get(stream_argument(stream).handle)
         if graph is not None:
-            named = {"reads": reads, "writes": writes, "loads": loads, "stores": stores, "layers": layers}
+            named: dict[str, Any] = {
+                "reads": reads,
+                "writes": writes,
+                "loads": loads,
+                "stores": stores,
+                "layers": layers,
+            }
             graph.append(lambda on: self.launch(on, function, **named))
             return
         with self._lock, self._entered():
@@ -451,9 +537,19 @@ class SimDevice(Device):
                     self._scheduler.add(queue, Wait(Access("wait", queue.name, call_site()), recorded))
             self._scheduler.poll()
 
-    def stall(self, stream: Any) -> Gate:
-        """Hold back everything that is enqueued on ``stream`` after this call until the gate is opened, as if the
-        stream were busy. Returns at once."""
+    def stall(self, stream: StreamLike) -> Gate:
+        """Hold back all work that is enqueued on a stream after this call, as if the stream were busy.
+
+        Parameters
+        ----------
+        stream : Stream, int, or stream of another package
+            The stream.
+
+        Returns
+        -------
+        Gate
+            The work runs after its ``open``.
+        """
         with self._lock, self._entered():
             queue = self._queue(stream)
             entry = Wait(Access("stall", queue.name, call_site()))
@@ -471,8 +567,27 @@ class SimDevice(Device):
     # -- waiting ---------------------------------------------------------------------------------
 
     def query(self, event: DeviceEvent) -> bool:
-        """See ``Device.query``. Some queries take a step toward the event, so that a loop over ``query`` ends. Raises
-        Deadlock in a loop that cannot end."""
+        """Return whether an event is complete.
+
+        Parameters
+        ----------
+        event : DeviceEvent
+            The event.
+
+        Returns
+        -------
+        bool
+            Whether all work before it is done.
+
+        Raises
+        ------
+        Deadlock
+            In a loop that cannot end.
+
+        Notes
+        -----
+        Some queries take a step toward the event, so that a loop over ``query`` ends.
+        """
         with self._lock, self._entered(query=True):
             recorded = self._event(event)
             if recorded is None:
@@ -489,8 +604,18 @@ class SimDevice(Device):
             return recorded.done
 
     def synchronize(self, event: DeviceEvent | None = None) -> None:
-        """See ``Device.synchronize``. Takes steps until the event is complete. Without an event, takes all steps, then
-        does what ``check`` does. Raises Deadlock."""
+        """Take steps until an event is complete.
+
+        Parameters
+        ----------
+        event : DeviceEvent, optional
+            The event. By default the call takes all steps, and then does what ``check`` does.
+
+        Raises
+        ------
+        Deadlock
+            If the event can never be complete.
+        """
         with self._lock, self._entered():
             recorded = None if event is None else self._event(event)
             if (event is None or recorded is not None) and not self._scheduler.finish(recorded):
@@ -506,8 +631,13 @@ class SimDevice(Device):
         return Deadlock(f"{what} can never end:\n{self._scheduler.stuck()}\n[{self!r}]")
 
     def run(self, steps: int | None = None) -> None:
-        """Take up to ``steps`` steps of anything that can run now. Without a number, take all that closed gates
-        allow."""
+        """Take steps of any work that can run now.
+
+        Parameters
+        ----------
+        steps : int, optional
+            The most steps. By default all that closed gates allow.
+        """
         count = None if steps is None else integer_argument("steps", steps, 0, 2**62)
         with self._lock, self._entered():
             self._scheduler.run(count)
@@ -523,15 +653,44 @@ class SimDevice(Device):
     # -- the host --------------------------------------------------------------------------------
 
     def host_access(
-        self, *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = (), outside: bool = False
+        self,
+        *,
+        reads: RowsLike | None = None,
+        writes: RowsLike | None = None,
+        loads: Memory = (),
+        stores: Memory = (),
+        outside: bool = False,
     ) -> HostSpan:
-        """A context manager: from entry to exit the calling thread reads and writes these rows of the bound pool, and
-        arrays, directly.
+        """Declare that this thread reads and writes memory directly, while a context is open.
 
-        Arguments as in ``launch``. The access is a race with every conflicting operation that this thread has not
-        waited for (by ``synchronize``, or a ``query`` that was true), with every one that is enqueued before its exit,
-        and with another open access. ``outside``: another process accesses them, after all that this thread has waited
-        for. It races with this thread too. Raises TypeError or ValueError.
+        Parameters
+        ----------
+        reads : array_like of int64, shape (n, 3), optional
+            As for ``launch``.
+        writes : array_like of int64, shape (n, 3), optional
+            As for ``launch``.
+        loads : sequence of ndarray, optional
+            As for ``launch``.
+        stores : sequence of ndarray, optional
+            As for ``launch``.
+        outside : bool, default False
+            Whether another process accesses the memory, after all work that this thread has waited for. The access can
+            then race with this thread too.
+
+        Returns
+        -------
+        HostSpan
+            The context manager.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+
+        Notes
+        -----
+        The access races with every conflicting operation that this thread has not waited for (by ``synchronize``, or by
+        a ``query`` that was true), with each that is enqueued before the context ends, and with other open contexts.
         """
         with self._lock, self._entered():
             access = host_call("another process" if outside else "host_access")
@@ -564,19 +723,33 @@ class SimDevice(Device):
     # -- failures --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare all memory with what declared operations should have left, and raise the oldest failure, if any. Runs
-        nothing.
+        """Compare all memory with its shadow, and raise the oldest failure. It runs no work.
 
-        Raises RaceError (with all races at once), UndeclaredWrite, or what a launched function raised. Each is raised
-        once.
+        Raises
+        ------
+        RaceError
+            For all races so far, once.
+        UndeclaredWrite
+            For a change of memory that no call had declared.
+        Exception
+            Any that a launched function has raised.
         """
         with self._lock, self._entered():
             self._findings.compare(self._bound, None)
             self._findings.raise_first()
 
     def close(self) -> None:
-        """See ``Device.close``. An operation on the pools that is still enqueued, or for which this thread has not
-        waited, is a race. Raises what ``check`` raises."""
+        """Close the device, and raise the oldest failure.
+
+        Raises
+        ------
+        RaceError, UndeclaredWrite, Exception
+            As for ``check``.
+
+        Notes
+        -----
+        Work on the pools that is still enqueued, or for which this thread has not waited, is a race.
+        """
         with self._lock, self._settled():
             if self._closed:
                 return

@@ -1,10 +1,9 @@
-"""Which access of a block waits for which: the last accesses of every block, as stream points, and the waits that
-follow from them.
+"""The order of accesses: the last accesses of every block, as stream points, and the waits that follow from them.
 
 A *stream point* is a number. Its event is complete once everything that was enqueued on the stream before it is done. A
-reader of a block waits for the block's last write. A writer waits for the last write and for all reads since. The pool
-learns from calls what the engine does between them: a commit says that tokens are written, a release that the blocks of
-a sequence are no longer used.
+reader of a block waits for the block's last write. A writer waits for the last write and for all reads since. Calls
+report the work of the engine between them: a commit means that tokens are written, a release that the blocks of a
+sequence are no longer used.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ _OWN = DIRECTIONS
 _SLOT_BITS = 16
 STREAMS_KEPT = 16
 """This many streams keep their numbers. If there are more, a new stream takes the number of one whose work is done."""
-
-
 COPY_READS, COPY_WRITES, ENGINE_READS, ENGINE_WRITES = 0, 2, 4, 6
 """Where the two guards of an access begin among those of ``records``: its wait for copies, then that for engines."""
 
@@ -103,12 +100,12 @@ def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, stream_points: Int
 
 
 def event_behind(device: Device, stream: Stream) -> DeviceEvent:
-    """An event behind all that is enqueued on a stream. The caller holds the transfer lock. Raises DeviceError."""
+    """Return an event that is complete once all work enqueued on a stream so far is done. The caller holds the transfer
+    lock. Raises DeviceError."""
     try:
         return device.record(stream)
     except StreamGone:
-        # Its work goes on. Only a wait for the whole device shows its end. This is the one wait that holds the
-        # transfer lock.
+        # Its work continues, and only a wait for the whole device shows its end. No other wait holds the transfer lock.
         device.synchronize()
         return NULL_EVENT
 
@@ -118,9 +115,9 @@ class Order:
 
     The transfer lock guards everything but ``slot``, which the state lock guards. Raises whatever the device raises.
 
-    An exception of a signal handler may end any method anywhere. The method is then called once more, with the same
-    arguments: that records stream points and waits for them twice at most. What it notes for good it notes behind what
-    must have happened first.
+    An exception of a signal handler may end any method anywhere. The method is then called once more with the same
+    arguments, which at most records stream points and waits for them twice. So a method updates its fields only after
+    the device calls that they describe.
     """
 
     def __init__(self, device: Device, blocks: int) -> None:
@@ -140,14 +137,14 @@ class Order:
         self._by_layer: dict[int, int] = {}
 
     def stream(self, slot: int) -> Stream:
-        """The stream that has this number."""
+        """Return the stream that has this number."""
         return self._streams[slot]
 
     def slot(self, stream: Stream, idle: Callable[[], Bools]) -> int:
-        """The small number of a stream. If there are many streams, a new one takes the number of an old one whose work
-        is done.
+        """Return the small number of a stream. If there are many streams, a new one takes the number of an old one
+        whose work is done.
 
-        ``idle`` returns bool[n], for all numbers at least: which of them no sequence and no queued batch names.
+        ``idle`` returns bool[n], for all numbers or more: True where no sequence and no queued batch names the number.
         """
         number = self._slots.get(stream.handle)
         if number is None:
@@ -163,16 +160,15 @@ class Order:
         return number
 
     def _reusable(self, idle: Callable[[], Bools]) -> int:
-        """A number to reuse, or a new one. Points keep counting when a number changes hands, so old points stay
-        complete."""
+        """Return a number to reuse, or a new one. Points continue to count when another stream takes a number, so old
+        points stay complete."""
         known = len(self._stream_points)
         free = np.flatnonzero((self._complete == self._stream_points) & idle()[:known])
         free = free[free >= _OWN]
         return int(free[0]) if len(free) else len(self._streams)
 
     def accessed(self, rows: Int64s) -> None:
-        """Before a batch: record points after the work that streams are said to have enqueued, and let streams follow
-        each other."""
+        """Before a batch, record points after the work that calls have reported, and let streams follow each other."""
         self._grow()
         done = np.zeros(len(self._stream_points), np.bool_)
         if _survey(rows, done):
@@ -194,7 +190,7 @@ class Order:
         self._wait_all(stream, need)
 
     def after_copies(self, copy_ops: Int64s, stream: int) -> None:
-        """Note copies that were enqueued. If some of them were not, that costs a needless wait at most."""
+        """Note copies that were enqueued. For a copy that was not, this costs at most an unnecessary wait."""
         _mark_copies(self._write, self._read, copy_ops, stream, self._record(stream))
 
     @property
@@ -203,8 +199,8 @@ class Order:
         return int(self._stream_points[ONBOARD])
 
     def hold_back(self, rows: Int64s, guards: int, loaded: int | None = None) -> None:
-        """After a batch: have streams wait for the blocks that they will use. With ``loaded``, their callers say when
-        they wait for loads after this point."""
+        """After a batch, have streams wait for the blocks that they will use. With ``loaded``, callers wait for loads
+        after this point themselves, layer by layer."""
         streams = len(self._stream_points)
         waits, need = np.zeros(streams, np.bool_), np.zeros((streams, streams), np.int64)
         _need_of_accesses(self._write, self._read, rows, guards, need, waits)
@@ -214,13 +210,13 @@ class Order:
             self._wait_all(stream, need[stream])
 
     def follow_copies(self, stream: Stream) -> None:
-        """Have any stream, also one without a number, wait for all copies enqueued so far."""
+        """Have any stream, even one without a number, wait for all copies enqueued so far."""
         for copy_stream in self._streams[:_OWN]:
             self._device.wait(stream, self._device.record(copy_stream))
 
     def pending(self, ids: Int64s, writes: bool) -> list[DeviceEvent]:
-        """The events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before it
-        writes them."""
+        """Return the events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before
+        it writes them."""
         need = np.zeros(len(self._stream_points), np.int64)
         _need_of_host(self._write, self._read, ids, writes, need)
         return [self._event(slot, int(need[slot])) for slot in np.flatnonzero(need > self._complete).tolist()]
@@ -237,7 +233,7 @@ class Order:
 
     def _record(self, stream: int) -> int:
         """Record a new point of a stream. Forgets the events that have completed meanwhile."""
-        # Who comes after this point comes after the loads of all layers.
+        # Work after this point also comes after the loads of all layers.
         self._wait(stream, ONBOARD, self._by_layer.get(stream, 0))
         self._by_layer.pop(stream, None)
         stream_point = int(self._stream_points[stream]) + 1
@@ -254,7 +250,7 @@ class Order:
             self._complete[stream] = events[0][0] - 1 if events else self._stream_points[stream]
 
     def _event(self, stream: int, stream_point: int) -> DeviceEvent:
-        """The last event of a stream point. NULL_EVENT for one that is complete."""
+        """Return the last event of a stream point. NULL_EVENT for one that is complete."""
         events = self._events[stream]
         first, last = (events[0][0], events[-1][0]) if events else (0, -1)
         if first <= stream_point <= last and last - first + 1 == len(events):
