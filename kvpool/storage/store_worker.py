@@ -338,7 +338,6 @@ class StoreWorker(Closing):
         tag: bytes | None = None,
         limit: int = NO_LIMIT,
         deadline: float = math.inf,
-        owner: Hashable = None,
     ) -> StoreRequest:
         """Begin to save rows of the memory, which nobody may change until the request is returned.
 
@@ -359,8 +358,6 @@ class StoreWorker(Closing):
             The most blocks with this tag that the store may have: see ``Store.save``. By default there is no limit.
         deadline : float, default inf
             Seconds on the worker's clock, after which a block without a result is LATE.
-        owner : hashable, optional
-            As for ``load``.
 
         Returns
         -------
@@ -376,7 +373,7 @@ class StoreWorker(Closing):
         if lend is not None and not isinstance(keys, BlockNames):
             raise TypeError(f"keys: expected BlockNames where rows are lent, got {type(keys).__name__}")
         places = None if lend else rows
-        return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit, lend, owner=owner)
+        return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit, lend)
 
     def forget(self, keys: Keys, done: Call | None = None) -> StoreRequest:
         """Begin to drop blocks.

@@ -143,7 +143,6 @@ class TierStorage(Generic[Block]):
         self._queued_blocks, self._save_seconds = queued_blocks, save_seconds
         self._policies, self._room, self._unread_seconds = policies, room, unread_seconds
         self._queues: list[dict[Block, Any]] = [{} for _ in workers]
-        self._saves: set[StoreRequest] = set()
         self.saved_blocks = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         """saves that were given up, by store and reason"""
@@ -215,7 +214,8 @@ class TierStorage(Generic[Block]):
     def waiting(self) -> int:
         """Blocks that wait to be saved: no call of a store has begun with them. Those that wait for two stores count
         twice."""
-        return sum(map(len, self._queues)) + sum(request.queued for request in list(self._saves))
+        requests = [request for worker in self.workers for request in worker.requests if request.kind == SAVE]
+        return sum(map(len, self._queues)) + sum(request.queued for request in requests)
 
     @property
     def has_pending(self) -> bool:
@@ -268,7 +268,7 @@ class TierStorage(Generic[Block]):
         names, done = self._tier.names(pinned, with_contexts=True), partial(self._saved, number, pinned)
         end = self._clock() + self._save_seconds
         try:
-            self._saves.add(worker.save(names, rows, done, self._saves.discard, tag=tag, limit=limit, deadline=end))
+            worker.save(names, rows, done, tag=tag, limit=limit, deadline=end)
         except StoreBusy:
             if not callable(rows):
                 worker.give_back(rows)
@@ -514,7 +514,6 @@ class TierStorage(Generic[Block]):
         number, blocks = self._reserving
         self._tier.abort(self.workers[number], [block for block in blocks if block not in self.coming], NO_ROWS)
         self._reserving = 0, ()
-        self._saves = {request for request in self._saves if not request.returned}
         begun = {request.owner: request for worker in self.workers for request in worker.requests}
         for loading in list(self._loadings):
             loading.over = True
