@@ -285,7 +285,7 @@ class LoadOrCompute:
         Load
             Its ``blocks`` are to be loaded, and it is late at ``until`` unless more blocks arrive before.
         """
-        available = integer_argument("there", available, 0, 1 << 40)
+        available = integer_argument("available", available, 0, 1 << 40)
         ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
         number_argument("spare", spare)
         number_argument("waited", waited)
