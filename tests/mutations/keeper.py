@@ -162,7 +162,7 @@ MUTATIONS = (
         "pass",
         "An operator does not see that a store is too slow for what it is to keep.",
         (
-            f"{_FAILURES}test_closing_counts_what_it_gives_up",
+            "tests/stores/test_storage_contract.py::test_what_closing_gives_up_is_counted[pool]",
             f"{_FAILURES}test_a_block_that_is_evicted_before_it_was_copied_is_counted",
         ),
     ),

@@ -91,7 +91,7 @@ MUTATIONS = (
         "os.eventfd_read(self._signal)",
         "pass",
         "An engine that waits for jobs spins on one core.",
-        ("tests/stores/test_queue.py::test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later",),
+        ("tests/stores/test_worker_calls.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),
     ),
     # -- choice --------------------------------------------------------------------------------------------
     Mutation(

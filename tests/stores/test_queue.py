@@ -225,22 +225,6 @@ def test_rows_are_lent_for_names_only(queue: StoreWorker) -> None:
 # -- a store that is late, hangs or is dead ------------------------------------------------------------
 
 
-def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(store: Wrong, clock: Clock) -> None:
-    gate = Gate()
-    with open_queue(store, clock=clock) as queue:
-        keys, told = saved(queue, 4), list[str]()
-        store.before["load"] = gate
-        calls = [lambda _, kind=kind: told.append(kind) for kind in ("done", "returned")]
-        job = queue.load(keys, np.arange(4), *calls, deadline=clock.soon())
-        assert gate.reached.wait(600)
-        clock.pass_(1.0)
-        assert done(job).codes.tolist() == [LATE] * 4
-        assert not job.returned and queue.poll() and told == ["done"] and not queue.poll()
-        gate.open()
-        assert job.wait(600, returned=True) and job.codes.tolist() == [LATE] * 4
-        assert queue.wait(600) and queue.poll() and told == ["done", "returned"] and not queue.wait(0)
-
-
 def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreWorker) -> None:
     keys, gate = saved(queue, 4), store.hold("save")
     saves = [queue.save(queue.secret.derive_keys(names(4, 4)), np.arange(4)) for _ in range(8)]

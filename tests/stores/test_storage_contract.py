@@ -38,8 +38,11 @@ class PoolHost:
     def document(self, number: int) -> list[int]:
         return pool_lab.tokens(BLOCKS * pool_lab.T + 1, 1000 * number)
 
-    def use(self, number: int) -> None:
+    def compute(self, number: int) -> None:
         self.of.seed(self.document(number))
+
+    def use(self, number: int) -> None:
+        self.compute(number)
         assert self.manager.drain(600)
 
     write = use
@@ -97,8 +100,12 @@ class CacheHost:
         )
         self.manager = self.of.manager
 
-    def write(self, number: int) -> None:
+    def compute(self, number: int) -> None:
         self.of.write(BLOCKS, BLOCKS * number)
+        self.manager.poll()
+
+    def write(self, number: int) -> None:
+        self.compute(number)
         assert self.manager.drain(600)
 
     def use(self, number: int) -> None:
@@ -251,6 +258,19 @@ def test_nothing_from_before_a_clear_is_found(made: Callable[..., Host], kept: C
     host.close()
     later_process = made(kept())
     assert bring(later_process, 0) == BLOCKS and bring(later_process, 1) == 0
+
+
+def test_what_closing_gives_up_is_counted(made: Callable[..., Host], store: Wrong) -> None:
+    host, gate = made(store), store.hold("save")
+    for number in range(12):
+        host.compute(number)
+    until(lambda: gate.reached.is_set() and host.manager.stats().waiting_blocks > BLOCKS)
+    assert not host.manager.close(0.05)
+    gate.open()
+    assert host.manager.close(600)
+    stats = host.manager.stats()
+    assert stats.waiting_blocks == 0 and stats.saved_blocks + sum(stats.dropped.values()) == 12 * BLOCKS
+    assert stats.dropped["wrong", "cancelled"] == 12 * BLOCKS - stats.saved_blocks > BLOCKS
 
 
 # -- stores that lie, fail, hang -------------------------------------------------------------------------

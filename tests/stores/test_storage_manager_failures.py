@@ -267,20 +267,6 @@ def test_a_storage_manager_ends_with_its_pool() -> None:
     assert manager.close(600) and manager.stats().saved_blocks == 0
 
 
-def test_closing_counts_what_it_gives_up(engine: Engine, wrong: Wrong) -> None:
-    gate = wrong.hold("save")
-    manager = make_manager(engine, wrong, staging_blocks=8)
-    engine.seed(tokens(81), 80)
-    assert gate.reached.wait(600)
-    until(lambda: manager.stats().waiting_blocks == 16)
-    assert not manager.close(0.05)
-    gate.open()
-    assert manager.close(600)
-    stats = manager.stats()
-    assert stats.waiting_blocks == 0 and stats.saved_blocks + sum(stats.dropped.values()) == 20
-    assert stats.dropped["wrong", "cancelled"] == 20 - stats.saved_blocks >= 16
-
-
 def test_a_long_prompt_leaves_rows_to_others(wrong: Wrong) -> None:
     long, short, engines = tokens(401, 1000), tokens(41), [make_engine(P=256, S=256) for _ in range(2)]
     with engines[0].cache, make_manager(engines[0], wrong, staging_blocks=64) as manager:

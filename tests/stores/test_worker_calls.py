@@ -59,14 +59,6 @@ def save(worker: StoreWorker, count: int, **options: Any) -> BlockNames:
     return keys
 
 
-def test_a_job_is_reported_once_when_it_is_done_and_once_when_it_has_returned(worker: StoreWorker) -> None:
-    keys, calls = save(worker, 3), Calls()
-    job = worker.load(keys, worker.take("load", 3), calls.done, calls.returned)
-    until(worker, lambda: not worker.in_flight)
-    worker.poll()
-    assert [kind for kind, _ in calls.made] == ["done", "returned"] and job.ok == 3
-
-
 def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(
     store: Wrong, worker: StoreWorker, clock: Clock
 ) -> None:
@@ -76,10 +68,12 @@ def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(
     clock.pass_(1.0)
     until(worker, lambda: bool(calls.made))
     assert calls.made == [("done", False)] and (job.codes == LATE).all()
+    assert not worker.poll() and not worker.wait(0)
     assert worker.free("load") == ROWS - 3 and worker.in_flight == 1
     gate.open()
     until(worker, lambda: not worker.in_flight)
     assert calls.made == [("done", False), ("returned", True)] and worker.free("load") == ROWS
+    assert (job.codes == LATE).all() and not worker.wait(0)
 
 
 def test_rows_that_are_held_come_back_when_they_are_released(worker: StoreWorker) -> None:
