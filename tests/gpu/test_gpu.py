@@ -203,17 +203,6 @@ def test_auto_is_the_gpu_unless_the_environment_says_otherwise(cupy: Any, monkey
         device.close()
 
 
-def test_tables_are_int32_arrays_of_the_gpu(cupy: Any) -> None:
-    device = CudaDevice()
-    for bad in (np.zeros((2, 2), np.int32), cupy.zeros((2, 2), np.int64), None):
-        with pytest.raises(TypeError, match="target"):
-            device.views.table(bad)
-    for bad in (cupy.zeros(2, np.int32), cupy.zeros((2, 4), np.int32)[:, ::2]):
-        with pytest.raises(ValueError, match="target"):
-            device.views.table(bad)
-    device.close()
-
-
 ROWS = [(1, 0, 3, 1), (3, 5, 5, 2), (2, 7, 130, 2), (4, 600, 601, 1), (1100, 2, 3, 1), (3, 2, 4, 250)]
 
 

@@ -331,14 +331,6 @@ def test_a_closed_standard_error_is_no_error(sample: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_first_use_of_the_real_package_reports_that_it_compiles(tmp_path: Path) -> None:
-    environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": str(PACKAGE.parent)}
-    for count in (1, 0):
-        done = subprocess.run([sys.executable, "-c", LIFE], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stderr.count("kvpool: compiling, about ") == count, done.stderr
-
-
-@pytest.mark.exhaustive
 def test_a_terminal_is_notified_once_above_the_bar(sample: Path) -> None:
     said = []
     shutil.rmtree(cache_of(sample))

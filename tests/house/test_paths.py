@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,27 +32,12 @@ def files() -> Iterator[Path]:
                 yield path
 
 
-def climbed(node: ast.AST) -> int | None:
-    """How many folders up from its own file an expression leads: 1 is the file's folder. None if it is not one."""
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "parents":
-        inner = climbed(node.value.value)
-        index = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        return inner + index + 1 if inner is not None and isinstance(index, int) else None
-    if isinstance(node, ast.Attribute) and node.attr == "parent":
-        inner = climbed(node.value)
-        return None if inner is None else inner + 1
-    return 0 if isinstance(node, ast.Call) and "(__file__)" in ast.unparse(node) else None
-
-
 def leaving(name: str, text: str) -> list[str]:
     """The paths in a file that lead out of the checkout. ``name``: its path from the root."""
     place, wrong = ROOT / name, FOLDERS.findall(text)
     for path in RELATIVE.findall(text):
         if (name, path) not in ALLOWED and not (place.parent / path.rstrip(".")).exists():
             wrong.append(path)
-    if place.suffix == ".py":
-        nodes = ast.walk(ast.parse(text)) if "__file__" in text else ()
-        wrong += [ast.unparse(node) for node in nodes if (climbed(node) or 0) > len(Path(name).parts)]
     return wrong
 
 
@@ -75,9 +59,6 @@ def test_no_path_leads_out_of_the_checkout() -> None:
         ("docs/x.md", "see ../../traces"),
         ("tests/a/x.py", "path = '/home/me/trace'"),
         ("tests/a/x.py", "path = ROOT.parent / 'x'"),
-        ("tests/a/x.py", "path = Path(__file__).resolve().parents[3] / 'x'"),
-        ("tests/a/x.py", "path = Path(__file__).parent.parent.parent.parent"),
-        ("tests/a/x.py", "path = Path(__file__).parents[2].parent"),
     ],
 )
 def test_such_a_path_is_found(name: str, words: str) -> None:
@@ -85,6 +66,5 @@ def test_such_a_path_is_found(name: str, words: str) -> None:
 
 
 def test_paths_inside_the_checkout_are_fine() -> None:
-    inside = "a = Path(__file__).resolve().parents[2] / 'docs'\nb = Path(__file__).parent.parent\nc = '{cwd}/work'"
-    assert not leaving("tests/a/x.py", inside)
+    assert not leaving("tests/a/x.py", "a = Path(__file__).resolve().parents[2] / 'docs'\nc = '{cwd}/work'")
     assert not leaving("docs/x.md", "[DESIGN](../DESIGN.md), at work/home")
