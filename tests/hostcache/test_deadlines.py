@@ -102,18 +102,6 @@ def test_the_deadline_of_a_reservation_ends_with_it(make: Make, verb: str) -> No
     assert (cache.publish(keys("a")), cache.stats().expired_reservations) == (1, 0)
 
 
-def test_deadlines_of_several_calls_pass_one_by_one(make: Make) -> None:
-    clock = Clock()
-    cache = make(3, clock=clock)
-    for name, deadline in (("a", 0.03), ("b", 0.01), ("c", 0.02)):
-        cache.reserve(keys(name), deadline_seconds=deadline)
-    seen = []
-    for clock.now in (9, 10, 20, 30):
-        seen.append(look(cache, "a", "b", "c").count(ABSENT))
-    assert seen == [0, 1, 2, 3]
-    assert cache.overdue() == keys("b", "c", "a")
-
-
 def test_a_closed_cache_expires_nothing(make: Make) -> None:
     clock = Clock()
     cache = make(2, clock=clock)

@@ -309,15 +309,6 @@ def test_curve_is_the_replays_where_chats_wait_for_their_answers() -> None:
         assert survey.hit_tokens(device_blocks) == pytest.approx(hits, rel=0.01)
 
 
-def test_both_tiers_hit_like_one_cache_of_the_summed_size() -> None:
-    trace = synthetic(150, seed=2)
-    survey = survey_of(trace.requests)
-    for device_blocks, host_blocks in ((600, 900), (900, 1_500)):
-        hits = replayed(trace, device_blocks, host_blocks, active=1)
-        assert survey.hit_tokens(device_blocks + host_blocks) == pytest.approx(hits, rel=0.01)
-        assert survey.hit_tokens(device_blocks) < 0.9 * hits
-
-
 def test_curve_of_a_trace_of_chats_is_the_replays() -> None:
     chats = read_trace(str(data.CHATS))
     assert survey_of(chats.requests).hit_tokens(20_000) == pytest.approx(replayed(chats, 20_000), rel=0.01)
