@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_piece(const Fragment& fragment, unsigned pi
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32) bulk_fragments(const __grid_constant__ FragmentTable table) {
+template <class Table> __device__ __forceinline__ void copy_table(const Table& table) {
     alignas(128) __shared__ unsigned char stage[STAGES][PIECE * WORD];
     alignas(8) __shared__ Barrier full[STAGES];
     // The rows of 64 turns: they are fetched 32 at a time, so that a table in host memory is no round trip for a piece.
@@ -35,13 +35,13 @@ extern "C" __global__ void __launch_bounds__(32) bulk_fragments(const __grid_con
     if (lane < STAGES) init(&full[lane]);
     __syncwarp();
     Row fetched = {};
-    if (lane < turns) fetched = load_row(table, blockIdx.x + lane * gridDim.x);
+    if (lane < turns) fetched = table.row(blockIdx.x + lane * gridDim.x);
     for (unsigned turn = 0; turn < turns + AHEAD; ++turn) {
         if (turn < turns) {
             if (turn % WARP == 0) {
                 rows[turn / WARP % 2][lane] = fetched;
                 const unsigned later = turn + WARP + lane;
-                if (later < turns) fetched = load_row(table, blockIdx.x + later * gridDim.x);
+                if (later < turns) fetched = table.row(blockIdx.x + later * gridDim.x);
             }
             // What was stored from this stage has been read: it was the group before those that may be left.
             wait_until_read<STAGES - AHEAD - 1>();
@@ -57,4 +57,14 @@ extern "C" __global__ void __launch_bounds__(32) bulk_fragments(const __grid_con
         }
     }
     wait_until_stored();
+}
+
+extern "C" __global__ void __launch_bounds__(32) bulk_fragments(const __grid_constant__ FragmentTable table) {
+    copy_table(table);
+}
+extern "C" __global__ void __launch_bounds__(32) bulk_fragments_few(const __grid_constant__ FewRows table) {
+    copy_table(table);
+}
+extern "C" __global__ void __launch_bounds__(32) bulk_fragments_some(const __grid_constant__ SomeRows table) {
+    copy_table(table);
 }

@@ -18,11 +18,6 @@ template <class Word> __device__ __forceinline__ void store(Int address, Word wo
 
 constexpr unsigned WARP = 32;
 
-// A table of `count` rows, none of which has more than `pieces` pieces. A warp copies one piece at a time.
-struct FragmentTable {
-    Int rows, count, pieces;
-};
-
 // A fragment: `runs` contiguous runs of `run_bytes`, equally far apart at each end.
 struct Fragment {
     Int source, target, source_step, target_step;
@@ -39,8 +34,25 @@ struct Row {
     }
 };
 
-// One load of 16 bytes for each half, the same one in all threads of a warp.
-__device__ __forceinline__ Row load_row(const FragmentTable& table, unsigned item) {
-    const uint4* row = reinterpret_cast<const uint4*>(table.rows) + 2 * (Int)(item / (unsigned)table.pieces);
-    return {__ldg(row), __ldg(row + 1)};
-}
+// A table of `count` rows, none of which has more than `pieces` pieces. A warp copies one piece at a time.
+struct FragmentTable {
+    Int count, pieces, rows;
+
+    // One load of 16 bytes for each half, the same one in all threads of a warp.
+    __device__ __forceinline__ Row row(unsigned item) const {
+        const uint4* row = reinterpret_cast<const uint4*>(rows) + 2 * (Int)(item / (unsigned)pieces);
+        return {__ldg(row), __ldg(row + 1)};
+    }
+};
+
+// The same with its rows, so that the argument of a launch has all of it.
+template <int most> struct RowTable {
+    Int count, pieces;
+    Row rows[most];
+
+    __device__ __forceinline__ Row row(unsigned item) const { return rows[item / (unsigned)pieces]; }
+};
+
+// Arguments of 496 and of 4,080 bytes.
+typedef RowTable<15> FewRows;
+typedef RowTable<127> SomeRows;

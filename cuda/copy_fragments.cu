@@ -40,16 +40,16 @@ template <class Word> __device__ __forceinline__ void copy_piece(const Fragment&
 
 // The row of a warp's next piece is fetched before its present piece is copied: where the table is host memory, it
 // takes as long.
-extern "C" __global__ void __launch_bounds__(512, 2) copy_fragments(const __grid_constant__ FragmentTable table) {
+template <class Table> __device__ __forceinline__ void copy_table(const Table& table) {
     const unsigned warps = gridDim.x * (blockDim.x / WARP), items = (unsigned)(table.count * table.pieces);
     unsigned item = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     if (item >= items) return;
-    Row row = load_row(table, item);
+    Row row = table.row(item);
     while (true) {
         const Fragment fragment = row.fragment();
         const unsigned piece = item % (unsigned)table.pieces;
         item += warps;
-        if (item < items) row = load_row(table, item);
+        if (item < items) row = table.row(item);
         const unsigned crooked = (unsigned)fragment.source | (unsigned)fragment.target | fragment.run_bytes;
         if (crooked % 16 == 0)
             copy_piece<uint4>(fragment, piece);
@@ -59,4 +59,14 @@ extern "C" __global__ void __launch_bounds__(512, 2) copy_fragments(const __grid
             copy_piece<unsigned char>(fragment, piece);
         if (item >= items) return;
     }
+}
+
+extern "C" __global__ void __launch_bounds__(512, 2) copy_fragments(const __grid_constant__ FragmentTable table) {
+    copy_table(table);
+}
+extern "C" __global__ void __launch_bounds__(512, 2) copy_fragments_few(const __grid_constant__ FewRows table) {
+    copy_table(table);
+}
+extern "C" __global__ void __launch_bounds__(512, 2) copy_fragments_some(const __grid_constant__ SomeRows table) {
+    copy_table(table);
 }

@@ -133,7 +133,10 @@ def word_bytes(*numbers: Any) -> int:
 _KV_IN_FLIGHT, WARP = 4, 32
 # With this many units for each thread, threads that get one more take little longer.
 _UNITS_PER_THREAD = 4
-ROW_BYTES = 32
+ROW_BYTES, HEADER_BYTES = 32, 16
+"""Of a row of a table of fragments, and of what is before rows that are in the argument of a launch."""
+FEW_ROWS, SOME_ROWS = 15, 127
+"""How many rows fit into an argument of half a kilobyte, and of four, the most that all drivers take."""
 COUNT_MAX = 2**31 - 1
 PIECE_WORDS = 256
 """How many words of a fragment a warp copies at a time."""
@@ -283,6 +286,8 @@ def move_kernel(plan: CopyPlan) -> tuple[str, str]:
 
 COPY_FRAGMENTS = "copy_fragments.cu", "copy_fragments"
 BULK_FRAGMENTS = "bulk_fragments.cu", "bulk_fragments"
+SIZES = "", "_few", "_some"
+"""What the names of their kernels end in: those of a table in memory, and those of ``FEW_ROWS`` and ``SOME_ROWS``."""
 BULK_CAPABILITY = 9
 """The first compute capability that has bulk copies."""
 

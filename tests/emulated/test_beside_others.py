@@ -25,6 +25,7 @@ from kvpool.device.cuda import CudaDevice, calibration, describe_gpus, launcher,
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import Calibration, Measurement
 from kvpool.device.cuda.launcher import CudaLauncher
+from kvpool.device.launches import SIZES
 from kvpool.device.memory.kv_copy import load_kernel
 from kvpool.device.work import Fragments
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace
@@ -399,7 +400,7 @@ def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_on
 def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_direction(
     driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch, path: str, kernel: str
 ) -> None:
-    launches, handles = list[tuple[int, bool]](), dict[int, str]()
+    launches, handles, sizes = list[tuple[int, bool]](), dict[int, str](), set[str]()
     compiled, find_functions = CudaLauncher._compile, native.find_functions
     kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 11)
     kept: list[Any] = []
@@ -415,8 +416,9 @@ def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_dire
         launch = kind(int(functions[native.LAUNCH]))
 
         def noted(*of_launch: int) -> int:
-            if handles.get(of_launch[0]) == kernel:
-                stream = of_launch[8]
+            name, stream = handles.get(of_launch[0], ""), of_launch[8]
+            if name.startswith(kernel):
+                sizes.add(name)
                 others = {other for other, _ in launches} - {stream}
                 busy = any(driver.library.emu_pending(ctypes.c_void_p(other)) for other in others)
                 launches.append((stream, busy))
@@ -433,6 +435,7 @@ def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_dire
     kinds = 2 * 3  # blocks and fragments, three directions
     assert launches.count((first, False)) >= kinds
     assert sum(busy for stream, busy in launches if stream != first) >= kinds, "beside copies on the first stream"
+    assert sizes == {kernel + size for size in SIZES}, "with rows in a table, and in arguments"
 
 
 def test_the_calls_that_copy_are_loaded_with_a_pool_also_where_no_kernel_is_tested(
@@ -457,7 +460,7 @@ def test_a_kernel_whose_code_is_wrong_is_not_used(
     def wrong(name: str, kernel: str) -> str:
         right = source(name, kernel)
         before = "if (first + i * WARP < all) store"
-        assert (before in right) == (kernel == "copy_fragments")
+        assert (before in right) == kernel.startswith("copy_fragments")
         return right.replace(before, "if (i + 1 < IN_FLIGHT && first + i * WARP < all) store")
 
     monkeypatch.setattr(launcher, "kernel_source", wrong)

@@ -27,6 +27,12 @@ LAYOUT = BlockLayout(2, 2, 16, 4)
 OFFLOADS = as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in (0, 2, 4)))
 
 
+@pytest.fixture(autouse=True)
+def rows_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows would be in the argument of their launch."""
+    monkeypatch.setattr("kvpool.device.cuda.launcher.SOME_ROWS", 0)
+
+
 @pytest.fixture
 def device(driver: Driver) -> Iterator[CudaDevice]:
     """One that copies with kernels."""

@@ -41,7 +41,7 @@ def test_cubin_has_no_spills_no_local_memory_and_fits_as_often_as_launches_expec
 def test_cubin_moves_words_of_its_widths_several_at_once(source: str, architecture: str) -> None:
     for kernel, sass in dump(source, architecture, "sass").items():
         name, _, width = kernel.rpartition("_")
-        name, widths = (name, [int(width)]) if width.isdecimal() else (kernel, [16, 4, 1])
+        name, widths = (name, [int(width)]) if width.isdecimal() else ("copy_fragments", [16, 4, 1])
         # Loads and stores of data are those that leave the caches alone, in the order of the code.
         moves = re.findall(r"\b(LDG|STG)\.E\.EF((?:\.\w+)*)", sass)
         assert {suffix for _, suffix in moves} == {SUFFIXES[width] for width in widths}, kernel
@@ -72,6 +72,19 @@ def test_no_data_load_waits_for_the_row_of_the_next_piece(architecture: str) -> 
             assert not early, early
             ways += 1
     assert ways == 3 * IN_FLIGHT["copy_fragments"]
+
+
+@pytest.mark.parametrize(
+    ("source", "architecture"),
+    [
+        pytest.param(source, name, marks=EXHAUSTIVE[name])
+        for source, names in (("copy_fragments.cu", ARCHITECTURES), ("bulk_fragments.cu", BULK))
+        for name in names
+    ],
+)
+def test_rows_in_the_argument_are_loaded_from_no_memory_of_gpu_or_host(source: str, architecture: str) -> None:
+    for kernel, sass in dump(source, architecture, "sass").items():
+        assert bool(re.search(TABLE_LOADS, sass)) == (not kernel.endswith(("_few", "_some"))), kernel
 
 
 @pytest.mark.parametrize("architecture", EACH_BULK)
@@ -117,7 +130,7 @@ def test_slots_are_loaded_together_whatever_their_width(architecture: str) -> No
                 before |= instruction.waits & boards
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["kv_copy.cu", "token_moves.cu"])
 def test_a_kernel_is_compiled_without_those_of_other_widths(source: str) -> None:
     """Five widths take five times as long, inside the first call that needs one."""
     for kernel, record in kernels(cuda_source(source)).items():

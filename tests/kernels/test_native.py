@@ -16,7 +16,7 @@ from kvpool.device.copy_plan import make_plan
 from kvpool.device.cuda import native
 from kvpool.device.cuda.runtime import Driver
 from kvpool.device.fragments import Cutter, table_size
-from kvpool.device.launches import THREADS, WARP, Grid, Launch
+from kvpool.device.launches import FEW_ROWS, SOME_ROWS, THREADS, WARP, Grid, Launch
 from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools, random_moves
 from tests.kernels.fragment_tables import Table, launched, table_of, tabulate
@@ -65,7 +65,9 @@ class Functions:
         blocks, y, z, threads, v, w = (number & 0xFFFFFFFF for number in grid)
         assert (y, z, v, w, shared & 0xFFFFFFFF, stream, extra) == (1, 1, 1, 1, 0, STREAM, 0)
         record = ctypes.c_int64.from_address(parameters).value
-        self.launches.append((function, blocks, threads, ctypes.string_at(record, 24)))
+        inside = function not in (COPY, BULK)  # the rows
+        nbytes = 16 + 32 * ctypes.c_int64.from_address(record).value if inside else 24
+        self.launches.append((function, blocks, threads, ctypes.string_at(record, nbytes)))
 
     def addresses(self, names: Any) -> list[int]:
         return [ctypes.cast(self.functions[name], ctypes.c_void_p).value or 0 for name in names]
@@ -74,20 +76,25 @@ class Functions:
         return native.find_functions(self, CONTEXT)  # type: ignore[arg-type]
 
 
-def target(rows: np.ndarray, bulk: bool = False) -> np.ndarray:
-    whole = (BULK, WARP) if bulk else (COPY, THREADS)
-    numbers = rows.ctypes.data, len(rows), STREAM, EVENT, MOST, *whole, COPY, THREADS, 0
-    return np.array(numbers, np.int64)
+def target(rows: np.ndarray, event: int = EVENT) -> np.ndarray:
+    return np.array([rows.ctypes.data, len(rows), STREAM, event, MOST, 0], np.int64)
 
 
-def expected(table: Table, address: int, bulk: bool) -> list[tuple[Any, ...]]:
+def kernels_of(bulk: bool = False) -> np.ndarray:
+    """The handles of a kernel are a number for that of a table, and the next two."""
+    crooked = [COPY, COPY + 1, COPY + 2, THREADS]
+    return np.array([[BULK, BULK + 1, BULK + 2, WARP] if bulk else crooked, crooked])
+
+
+def expected(table: Table, address: int, bulk: bool, size: int = 0) -> list[tuple[Any, ...]]:
     """What is launched for a table."""
 
     def seen(launch: Launch) -> tuple[Any, ...]:
-        handle = BULK if launch.kernel == "bulk_fragments" else COPY
-        return handle, launch.thread_blocks, launch.threads, launch.record.tobytes()
+        handle = size + (BULK if launch.source == "bulk_fragments.cu" else COPY)
+        nbytes = 16 + 32 * len(table.rows) if size else 24
+        return handle, launch.thread_blocks, launch.threads, launch.record.tobytes()[:nbytes]
 
-    return [*map(seen, launched(table, address, GRID, bulk=bulk and table.in_words))]
+    return [*map(seen, launched(table, address, GRID, bulk=bulk and table.in_words, size=size))]
 
 
 def cutter_and_moves(seed: int) -> tuple[Cutter, np.ndarray]:
@@ -102,8 +109,9 @@ def cutter_and_moves(seed: int) -> tuple[Cutter, np.ndarray]:
 def test_blocks_are_rows_and_launches_as_made_step_by_step(seed: int, bulk: bool) -> None:
     (cutter, moves), functions = cutter_and_moves(seed), Functions()
     rows = np.zeros((cutter.room(len(moves)), 4), np.int64)
-    to = target(rows, bulk)
-    assert cutter.in_words and native.copy_blocks(functions.found(), to, moves, cutter.vector) == 0
+    to = target(rows)
+    assert cutter.in_words
+    assert native.copy_blocks(functions.found(), to, kernels_of(bulk), moves, cutter.vector) == 0
     table = table_of(cutter, moves)
     np.testing.assert_array_equal(rows[: len(table.rows)], table.rows)
     assert functions.launches == expected(table, rows.ctypes.data, bulk) and to[native.RECORDED]
@@ -117,7 +125,7 @@ def test_fragments_are_rows_and_launches_as_made_step_by_step(seed: int, unit: i
     _, fragments = random_fragments(np.random.default_rng(seed), 40, 9000, unit)
     functions, (words_max, room) = Functions(), table_size(fragments)
     rows = np.zeros((room, 4), np.int64)
-    assert native.copy_fragments(functions.found(), target(rows, bulk), fragments, words_max) == 0
+    assert native.copy_fragments(functions.found(), target(rows), kernels_of(bulk), fragments, words_max) == 0
     table = tabulate(fragments)
     assert table.in_words == (unit == 16)
     np.testing.assert_array_equal(rows[: len(table.rows)], table.rows)
@@ -129,15 +137,38 @@ def test_rows_that_no_launch_counts_are_several_launches_and_a_failed_one_is_the
     words_max, room = table_size(huge)
     rows = np.zeros((room, 4), np.int64)
     functions = Functions()
-    assert native.copy_fragments(functions.found(), target(rows), huge, words_max) == 0
+    assert native.copy_fragments(functions.found(), target(rows), kernels_of(), huge, words_max) == 0
     assert functions.launches == expected(tabulate(huge), rows.ctypes.data, False)
     assert len(functions.launches) == 2, "more pieces than 2**31"
     for place in (1, 2):
         functions, to = Functions(failing={place: 700}), target(rows)
-        assert native.failure(native.copy_fragments(functions.found(), to, huge, words_max)) == ("cuLaunchKernel", 700)
+        result = native.copy_fragments(functions.found(), to, kernels_of(), huge, words_max)
+        assert native.failure(result) == ("cuLaunchKernel", 700)
         # The rows are free when the event is complete, since the first launch may read them.
         assert to[native.RECORDED] and functions.calls[-1] == "cuEventRecord"
         assert functions.calls.count("cuLaunchKernel") == place
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("unit", [1, 16])
+@pytest.mark.parametrize("count", [0, 1, FEW_ROWS, FEW_ROWS + 1, SOME_ROWS])
+def test_few_rows_are_in_the_argument_of_the_smallest_kernel_that_has_room_and_need_no_event(
+    count: int, unit: int, bulk: bool
+) -> None:
+    places = 4096 * np.arange(1, count + 1)  # runs of two lengths share no row
+    fragments = np.stack([places, places + (1 << 40), unit * (3 + np.arange(count) % 2)], axis=1)
+    functions, memory = Functions(), np.full(2 + 4 * SOME_ROWS, -1)
+    to = target(memory[2:].reshape(-1, 4), event=0)
+    assert native.copy_fragments(functions.found(), to, kernels_of(bulk), fragments, 1 << 20) == 0
+    table = tabulate(fragments)
+    assert len(table.rows) == count
+    assert functions.launches == expected(table, 0, bulk, 1 if count <= FEW_ROWS else 2)
+    assert functions.calls == ["cuCtxGetCurrent", *["cuLaunchKernel"] * len(functions.launches)]
+    for current, place, name in ((CONTEXT, 1, "cuLaunchKernel"), (0x2000, 1, "cuCtxPushCurrent_v2")):
+        if count:
+            functions = Functions(current, {place: 700})
+            result = native.copy_fragments(functions.found(), to, kernels_of(bulk), fragments, 1 << 20)
+            assert native.failure(result) == (name, 700) and functions.contexts == [current]
 
 
 @pytest.mark.parametrize("status", [1, 2, 201, 700, 999])
@@ -156,7 +187,7 @@ def test_a_call_that_fails_is_named_with_its_status_and_leaves_the_context(
 ) -> None:
     (cutter, moves), functions = cutter_and_moves(0), Functions(current, {place: status})
     to = target(np.zeros((cutter.room(len(moves)), 4), np.int64))
-    result = native.copy_blocks(functions.found(), to, moves, cutter.vector)
+    result = native.copy_blocks(functions.found(), to, kernels_of(), moves, cutter.vector)
     assert native.failure(result) == (name, status) and bool(to[native.RECORDED]) == recorded
     assert functions.contexts == [current]
 

@@ -22,9 +22,11 @@ from kvpool.device.launches import (
     BULK_FRAGMENTS,
     BUS_THREAD_BLOCKS,
     CHIP_THREAD_BLOCKS,
-    COPY_FRAGMENTS,
+    HEADER_BYTES,
     OPTIONS,
     ROW_BYTES,
+    SIZES,
+    SOME_ROWS,
     THREADS,
     WARP,
     Grid,
@@ -199,7 +201,7 @@ _HOST_NATIVE_ATOMICS = 86
 
 class CudaLauncher:
     """A ``launches.Launcher`` for one GPU. ``cupy`` is that package. ``thread_blocks``: those of kernels that cross the
-    link to the host, 0 for as many as its kind needs. Thread-safe.
+    link to the host, 0 for as many as its kind needs. Thread-safe, but one thread at a time copies blocks or fragments.
     """
 
     def __init__(
@@ -218,6 +220,10 @@ class CudaLauncher:
                 runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, calls.index)
             )
         self._driver = native.find_functions(calls.driver, calls.context)
+        self._argument = np.empty((HEADER_BYTES + ROW_BYTES * SOME_ROWS) // 8, np.int64)
+        self._rows = self._argument.ctypes.data + HEADER_BYTES
+        self._copiers: dict[bool, Int64s] = {}
+        """What ``native`` takes as ``kernels``: without copy units, and with them."""
         self.grid = Grid(multiprocessors, thread_blocks or (CHIP_THREAD_BLOCKS if chips else BUS_THREAD_BLOCKS))
         self._most = [self.grid.thread_blocks(1 << 30, host) for host in (False, True)]
 
@@ -257,17 +263,18 @@ class CudaLauncher:
         stream: int,
     ) -> bool:
         """Make copies by a function of ``native``, in ``room`` rows or fewer. ``how``: its last argument."""
-        buffer = self.uploads.take(ROW_BYTES * room)
-        if buffer is None:
-            return False
-        crooked = self._kernels[COPY_FRAGMENTS][1], THREADS
-        whole = (self._kernels[BULK_FRAGMENTS][1], WARP) if bulk else crooked
-        place = buffer.address, room, stream, buffer.event.handle, self._most[host]
-        to = np.array([*place, *whole, *crooked, 0], np.int64)
+        buffer, place = None, (self._rows, room, stream, 0)
+        if room > SOME_ROWS:
+            buffer = self.uploads.take(ROW_BYTES * room)
+            if buffer is None:
+                return False
+            place = buffer.address, room, stream, buffer.event.handle
+        to = np.array([*place, self._most[host], 0], np.int64)
         try:
-            native.check(self._calls, call(self._driver, to, copies, how))
+            native.check(self._calls, call(self._driver, to, self._copiers[bulk], copies, how))
         finally:
-            self.uploads.retire(buffer, stream, bool(to[native.RECORDED]))
+            if buffer is not None:
+                self.uploads.retire(buffer, stream, bool(to[native.RECORDED]))
         return True
 
     def load(self, source: str, kernel: str) -> None:
@@ -298,14 +305,19 @@ class CudaLauncher:
             return function, int(function.kernel.ptr)
 
     def try_load(self, source: str, kernel: str) -> bool:
-        """``load`` for a kernel that is not essential. Returns False, with a warning, if it cannot be loaded."""
+        """Load the kernels that copy fragments, of all ``SIZES``: ``COPY_FRAGMENTS`` first. Returns False, with a
+        warning, if they cannot be loaded."""
         try:
-            self.load(source, kernel)
+            for size in SIZES:
+                self.load(source, kernel + size)
         except (DeviceError, MemoryError) as error:
             if isinstance(error, DeviceError) and error.sticky:
                 raise
             warnings.warn(f"{error}; its kernels are not used", stacklevel=2)
             return False
+        bulk = (source, kernel) == BULK_FRAGMENTS
+        whole = [*(self._kernels[source, kernel + size][1] for size in SIZES), WARP if bulk else THREADS]
+        self._copiers[bulk] = np.array([whole, self._copiers[False][0] if bulk else whole])
         return True
 
     def device_addresses(self, addresses: Int64s) -> Int64s:

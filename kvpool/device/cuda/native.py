@@ -22,15 +22,16 @@ from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import Code, address_of, array_at, primitive
 from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.fragments import UNIT, tabulate_blocks, tabulate_fragments
-from kvpool.device.launches import COUNT_MAX, PIECE_WORDS, ROW_BYTES, WARP
+from kvpool.device.launches import COUNT_MAX, FEW_ROWS, HEADER_BYTES, PIECE_WORDS, ROW_BYTES, WARP
 from kvpool.errors import DeviceError
 
 FUNCTIONS = ("cuLaunchKernel", "cuEventRecord", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
 LAUNCH, RECORD, CURRENT, PUSH, POP, CONTEXT = range(6)
 """The entries of ``driver``: the addresses of ``FUNCTIONS``, and the context of the GPU."""
-ROWS, ROOM, STREAM, EVENT, MOST, WHOLE, WHOLE_THREADS, CROOKED, CROOKED_THREADS, RECORDED = range(10)
+ROWS, ROOM, STREAM, EVENT, MOST, RECORDED = range(6)
 """The entries of ``to``: where the rows go, and how many fit; the handles of stream and event; the most thread blocks;
-the kernels of whole words and of other bytes, with the threads of a block. The last one is an answer."""
+the last one is an answer. Without an event (0), the rows are at most ``SOME_ROWS``, and go into the argument of the
+launch: there is room for the rest of it before them."""
 _FUNCTION_BITS = 3
 _FRAME_WORDS = 4
 
@@ -118,13 +119,14 @@ def launch(driver: Int64s, function: int, grid: Int64s, words: Int64s, places: I
 
 
 @jit
-def _copy_rows(driver: Int64s, to: Int64s, count: int, words: int, function: int, threads: int) -> int:
-    """Launch the copies of ``count`` rows, the longest of ``words``, and record the event behind them. Returns 0 or
-    what has failed."""
-    # The address of the table, and the table: the address of its rows, their number, and the pieces of each.
+def _copy_rows(driver: Int64s, to: Int64s, kernels: Int64s, count: int, words: int) -> int:
+    """Launch the copies of ``count`` rows, the longest of ``words``, and record the event behind them, if there is one.
+    ``kernels`` are those of ``SIZES``, and the threads of a block. Returns 0 or what has failed."""
     arguments = frame()
-    argument = array_at(arguments, (4,), np.int64)
-    argument[0] = arguments + 8
+    table_at = arguments + 8 if to[EVENT] else to[ROWS] - HEADER_BYTES
+    array_at(arguments, (1,), np.int64)[0] = table_at
+    table = array_at(table_at, (3,), np.int64)
+    function, threads = kernels[0 if to[EVENT] else 1 if count <= FEW_ROWS else 2], kernels[3]
     failed, pushed = _enter(driver)
     if not failed:
         pieces = (words + PIECE_WORDS - 1) // PIECE_WORDS
@@ -132,12 +134,14 @@ def _copy_rows(driver: Int64s, to: Int64s, count: int, words: int, function: int
         first = 0
         while first < count and not failed:
             rows = min(each, count - first)
-            argument[1], argument[2], argument[3] = to[ROWS] + first * ROW_BYTES, rows, pieces
+            table[0], table[1] = rows, pieces
+            if to[EVENT]:
+                table[2] = to[ROWS] + first * ROW_BYTES
             blocks = max(1, min((rows * pieces * WARP + threads - 1) // threads, to[MOST]))
             failed = _launch(driver, function, blocks, 1, threads, arguments, to[STREAM])
             first += each
         # Of several launches, some may have been made before one failed.
-        status = call_c(driver[RECORD], (to[EVENT], to[STREAM]))
+        status = call_c(driver[RECORD], (to[EVENT], to[STREAM])) if to[EVENT] else 0
         to[RECORDED] = status == 0
         failed = failed if failed else _failed(status, RECORD)
     _leave(driver, pushed)
@@ -145,21 +149,20 @@ def _copy_rows(driver: Int64s, to: Int64s, count: int, words: int, function: int
 
 
 @jit
-def copy_blocks(driver: Int64s, to: Int64s, copy_ops: Int64s, vector: Int64s) -> int:
-    """Write the rows of copy ops whose bytes are whole words, by the vector of a plan, and launch their copies. ``to``
-    has the numbers of ``Target``. Returns 0 or what has failed."""
+def copy_blocks(driver: Int64s, to: Int64s, kernels: Int64s, copy_ops: Int64s, vector: Int64s) -> int:
+    """Write the rows of copy ops whose bytes are whole words, by the vector of a plan, and launch their copies.
+    ``kernels`` int64[2, 4] has, for whole words and for other bytes, those of ``SIZES`` and the threads of a block.
+    Returns 0 or what has failed."""
     count, words = tabulate_blocks(copy_ops, vector, array_at(to[ROWS], (to[ROOM], 4), np.int64))
-    return _copy_rows(driver, to, count, words, to[WHOLE], to[WHOLE_THREADS])
+    return _copy_rows(driver, to, kernels[0], count, words)
 
 
 @jit
-def copy_fragments(driver: Int64s, to: Int64s, fragments: Int64s, words_max: int) -> int:
+def copy_fragments(driver: Int64s, to: Int64s, kernels: Int64s, fragments: Int64s, words_max: int) -> int:
     """``copy_blocks`` for fragments, in rows of at most ``words_max`` words."""
     rows = array_at(to[ROWS], (to[ROOM], 4), np.int64)
     count, words, bits = tabulate_fragments(fragments, words_max, rows)
-    if bits % UNIT:
-        return _copy_rows(driver, to, count, words, to[CROOKED], to[CROOKED_THREADS])
-    return _copy_rows(driver, to, count, words, to[WHOLE], to[WHOLE_THREADS])
+    return _copy_rows(driver, to, kernels[1 if bits % UNIT else 0], count, words)
 
 
 def load() -> None:
@@ -168,7 +171,7 @@ def load() -> None:
     calls: Any = (copy_fragments, types.int64), (copy_blocks, numbers)
     for call, kind in calls:
         if hasattr(call, "compile"):  # not in the interpreter
-            call.compile((numbers, numbers, rows, kind))
+            call.compile((numbers, numbers, rows, rows, kind))
 
 
 def find_functions(driver: Driver, context: int | None) -> Int64s:

@@ -91,7 +91,9 @@ def keep_pass(gpu: Gpu, path: str) -> None:
 
 _LAYOUTS = BlockLayout(3, 1, 40, 8, "uint8"), BlockLayout(3, 1, 48, 8, "uint8")
 """Of tokens that are whole words of 8 bytes, and of 16: only those go by ``BULK``."""
-_BLOCKS = 192
+_BLOCKS = 400
+_PARTS = 4, 60
+"""Where batches are cut, so that their rows go into the argument of a launch of each size, and into a table."""
 _CHECKED_BYTES = (1, 15, 16, 17, 48, 250, 4096, 4099, 9001)
 _CROOKED = ((0, 0), (1, 1), (4, 0), (3, 10))
 _LOADS, _LOAD_BYTES, _LOAD_PIECE = 4, 1 << 20, 4096
@@ -128,12 +130,14 @@ def _difference(device: Device, path: str, layout: BlockLayout, stream: Stream, 
                     load.enqueue()
                 if what == "blocks":
                     copy_ops = _copy_ops(random, source, target, layout)
-                    _by(path, device, stream, copy_ops)
+                    for some in np.split(copy_ops, _PARTS):
+                        _by(path, device, stream, some)
                     twin.copy_blocks(copy_ops)
                 else:
                     rows = _fragments(nbytes, layout is _LAYOUTS[1])
                     for copier, addresses in ((device, bases[0]), (twin, bases[1])):
-                        _by(path, copier, stream, rows + np.array([addresses[source], addresses[target], 0]))
+                        for some in np.split(rows + np.array([addresses[source], addresses[target], 0]), _PARTS):
+                            _by(path, copier, stream, some)
                 _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
                 read_back, wanted = np.roll(pools[1], nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
                 if not np.array_equal(read_back, wanted):
@@ -200,7 +204,7 @@ def _fragments(nbytes: int, in_words: bool) -> Int64s:
     """Fragments of each size at each pair of odd places, from the first half of ``nbytes`` to the second, or whole
     words instead."""
     rows, at = [], 64
-    for size, (source, target) in product(_CHECKED_BYTES, _CROOKED):
+    for size, (source, target) in product(2 * _CHECKED_BYTES, _CROOKED):
         rows.append((at + source, nbytes // 2 + at + target, size))
         at += -(-size // 16) * 16 + 32
     return np.maximum(np.array(rows, np.int64) // 16 * 16, 16) if in_words else np.array(rows, np.int64)
