@@ -277,7 +277,7 @@ class CpuDevice(Device):
     def free(self, array: Uint8s) -> None:
         # The memory itself is freed with the last view of it.
         free_shared(array)
-        if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
+        if self._bound is not None and self._bound.regions.have(array):
             self._bound = None
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:

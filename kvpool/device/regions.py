@@ -154,6 +154,10 @@ class Regions:
             pool for region in self.all for part in region.parts for pool in (part.device_pool, part.host_pool)
         )
 
+    def have(self, array: Any) -> bool:
+        """Whether an array is the memory of a tier of a part."""
+        return any(array is pool for pool in self.pools)
+
     @cached_property
     def lengths(self) -> Int64s:
         """int64[blocks]: the tokens of each block, for devices that look for races."""

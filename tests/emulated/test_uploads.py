@@ -42,7 +42,10 @@ def device(driver: Driver) -> Iterator[CudaDevice]:
 
 
 def in_flight(device: Any) -> int:
-    return int(device._launcher.uploads.in_flight)
+    """The uploads that kernels may still read."""
+    uploads = device._launcher.uploads
+    uploads._reclaim()
+    return len(uploads._retired)
 
 
 def test_threads_and_streams_that_are_gone_leave_the_kernels_in_use(

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,7 +69,7 @@ from kvpool.device.fragments import (
     measured,
     split,
 )
-from kvpool.device.launches import BULK_CAPABILITY, Launch, move_kernel, token_moves
+from kvpool.device.launches import BULK_CAPABILITY, move_kernel, token_moves
 from kvpool.device.memory.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import ALL_LAYERS, Layers, Part, Region, Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
@@ -258,7 +258,7 @@ class CudaDevice(Device):
         self._loaded_tables: dict[str, TableKernel] = {}
         self._closed = False
         self._memory_stream = self.create_stream("memory")
-        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._load_table_kernel)
+        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._kernel)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -291,8 +291,7 @@ class CudaDevice(Device):
         return self._pin(partial(AdoptedMemory, memory.host_view(), self._calls, name))
 
     def free(self, array: Any) -> None:
-        bound = self._bound
-        if bound is not None and any(array is pool for pool in bound.regions.pools):
+        if self._bound is not None and self._bound.regions.have(array):
             self._bound = None
         _, memory = self._owned.pop(id(array), (None, None))
         free_shared(array)
@@ -437,11 +436,11 @@ class CudaDevice(Device):
         if isinstance(work, Fragments):
             self._copy_given(work.rows, bound, stream)
         elif isinstance(work, TokenMoves):
-            by_region = work.by_region(bound.regions)
-            self._launch_all(
-                (token_moves(c.plan, moves, grid) for r, moves in by_region for c in bound.cutters[ALL_LAYERS][r]),
-                stream,
-            )
+            by_region, cutters = work.by_region(bound.regions), bound.cutters[ALL_LAYERS]
+            plans = [(cutter.plan, moves) for region, moves in by_region for cutter in cutters[region]]
+            # All are made before the first is enqueued: if one cannot be made, nothing happens.
+            for launch in [launch for plan, moves in plans for launch in token_moves(plan, moves, grid)]:
+                self._launcher.launch(launch, stream)
         elif isinstance(work, StagedRows):
             address = self._launcher.own_address(work.address)
             self._kernel("stage_rows").launch(self._table_kernels.rows_launch(work, address), stream)
@@ -451,11 +450,6 @@ class CudaDevice(Device):
         elif isinstance(work, StagedStep):
             address = self._launcher.own_address(work.address)
             self._kernel("step_tables").launch(self._table_kernels.step_launch(work, address), stream)
-
-    def _launch_all(self, launches: Iterable[Iterable[Launch]], stream: int) -> None:
-        """Enqueue launches. All are made before the first is enqueued: if one cannot be made, nothing happens."""
-        for launch in [launch for some in launches for launch in some]:
-            self._launcher.launch(launch, stream)
 
     def _copy_fragments(self, fragments: Int64s, path: str, stream: int) -> None:
         """Copies by copy engines."""
@@ -562,13 +556,10 @@ class CudaDevice(Device):
             self._unless_broken("cudaStreamDestroy", partial(runtime.streamDestroy, stream.handle))
         self._unless_broken("cudaEventDestroy", self._events.close)
 
-    def _load_table_kernel(self, name: str) -> None:
-        self._check_open()
-        self._kernel(name)
-
     def _kernel(self, name: str) -> TableKernel:
         """A kernel that writes tables. It is made at the first use, so that only table uploads need numba-cuda and wait
         for its compiler."""
+        self._check_open()
         if name not in self._loaded_tables:
             self._loaded_tables[name] = self._table_kernels.TableKernel(name, self._calls)
         return self._loaded_tables[name]

@@ -67,7 +67,8 @@ def _let_go(hold: Hold, idle: Callable[[], None]) -> None:
 
 class _Pinning:
     """Touches the pages of ``span``, whole pages with bytes of ``array``, on several threads, and registers each chunk
-    as soon as it is touched. The threads run on the processors ``near``, if there are any. A context manager."""
+    as soon as it is touched. The threads run on ``processors``, if this process may use any of them. A context
+    manager."""
 
     def __init__(
         self,
@@ -76,14 +77,15 @@ class _Pinning:
         registration: Registration,
         chunk_bytes: int,
         touch: Callable[[Uint8s, int], object],
-        near: set[int],
+        processors: Collection[int] | None,
     ) -> None:
         (self._next, self.end), self.nbytes = span, span[1] - span[0]
         self._registration, self._chunk_bytes, self._begin = registration, chunk_bytes, span[0]
-        usable = near or os.sched_getaffinity(0)
+        own = os.sched_getaffinity(0)
+        near = own & set(processors or ())
         # This sets the affinity of the calling thread, not of the process.
         stay = partial(os.sched_setaffinity, 0, near) if near else None
-        count = max(1, min(len(usable), -(-self.nbytes // _TOUCHED_BYTES)))
+        count = max(1, min(len(near or own), -(-self.nbytes // _TOUCHED_BYTES)))
         self._workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
         first = max(0, span[0] - array.ctypes.data)
         starts = range(first, first + self.nbytes, _TOUCHED_BYTES)
@@ -180,7 +182,7 @@ class PinnedMemory(PinnedRange):
         self.blocks: list[Any] = []
         self.pool: Any = None
         try:
-            with _Pinning(self.array, span, registration, chunk_bytes, _touch, _usable(processors)) as pinning:
+            with _Pinning(self.array, span, registration, chunk_bytes, _touch, processors) as pinning:
                 self.pool = cuda.PinnedMemoryPool(_RangeAllocator(cuda, begin, registration, pinning))
                 for size in descending_powers(span[1] - span[0]):
                     self.blocks.append(self.pool.malloc(size))
@@ -233,7 +235,7 @@ class AdoptedMemory(PinnedRange):
             gap = first[-1][1] if first else begin, last[0][0] if last else end
             if gap[0] < gap[1]:
                 chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-                first += self._register(gap, registrar, chunk_bytes, _usable(processors))
+                first += self._register(gap, registrar, chunk_bytes, processors)
             self.rows = chunk_rows([*first, *last])
         except BaseException as error:
             self.free()
@@ -244,16 +246,12 @@ class AdoptedMemory(PinnedRange):
                 ) from error
             raise
 
-    def _register(self, gap: Span, registrar: Registrar, chunk_bytes: int, near: set[int]) -> list[Span]:
+    def _register(self, gap: Span, registrar: Registrar, chunk_bytes: int, near: Collection[int] | None) -> list[Span]:
         span, registration = whole_pages(*gap), self._hold.new(registrar)
         with _Pinning(self.array, span, registration, chunk_bytes, _read, near) as pinning:
             pinning.up_to(span[1])
         chunks = registration.chunks.items()
         return [(max(start, gap[0]), min(start + nbytes, gap[1])) for start, nbytes in chunks]
-
-
-def _usable(processors: Collection[int] | None) -> set[int]:
-    return set(processors or ()) & os.sched_getaffinity(0)
 
 
 def _map(nbytes: int) -> Uint8s:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,9 @@ class Uploads:
         MemoryError."""
         size = max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())
         with self._lock:
-            if not self._has_room(size):
+            if len(self._retired) > QUERIED_ABOVE or self._bytes + size > PENDING_BYTES_MAX:
+                self._reclaim()
+            if self._bytes and self._bytes + size > PENDING_BYTES_MAX:
                 return None
             self._bytes += size
             free = self._free.get(size)
@@ -125,12 +127,6 @@ class Uploads:
         buffer.event.done = False
         return buffer
 
-    def _has_room(self, size: int) -> bool:
-        """The caller holds the lock."""
-        if len(self._retired) > QUERIED_ABOVE or self._bytes + size > PENDING_BYTES_MAX:
-            self._reclaim()
-        return not self._bytes or self._bytes + size <= PENDING_BYTES_MAX
-
     def retire(self, buffer: UploadBuffer, stream: int, recorded: bool) -> None:
         """Reuse a buffer once its event is complete. Without one it is unknown when it has been read. It is not used
         again then, and stays until all work is done."""
@@ -142,7 +138,7 @@ class Uploads:
                 self._bytes -= buffer.memory.nbytes
 
     @contextmanager
-    def uploaded(self, array: Array, stream: int, host: bool) -> Iterator[int]:
+    def uploaded(self, array: Array, stream: int, *, host: bool) -> Iterator[int]:
         """Upload an array, as in the ``Launcher`` protocol. If too many bytes are unread, waits for the oldest.
 
         Raises DeviceError, MemoryError.
@@ -180,13 +176,6 @@ class Uploads:
             self._bytes -= size
             self._free.setdefault(size, []).append(buffer)
 
-    @property
-    def in_flight(self) -> int:
-        """The uploads that kernels may still read."""
-        with self._lock:
-            self._reclaim()
-            return len(self._retired)
-
     def close(self) -> None:
         """Forget all of them. Nothing that reads them may be pending."""
         with self._lock:
@@ -212,6 +201,7 @@ class CudaLauncher:
         self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         """Kernels of CuPy, and their handles on this GPU."""
         self.uploads = Uploads(calls, events, buffers, self.own_address)
+        self.uploaded = self.uploads.uploaded
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))
             chips = runtime.deviceGetAttribute(_HOST_NATIVE_ATOMICS, calls.index)
@@ -337,8 +327,3 @@ class CudaLauncher:
         """The address for kernels of pinned memory that belongs to the device itself. On most machines this costs no
         call."""
         return address if self.same_addresses else int(self.device_addresses(np.array([address]))[0])
-
-    def uploaded(self, array: Array, stream: int, *, host: bool) -> AbstractContextManager[int]:
-        """See ``launches.Launcher``. If too many uploads to this stream are unread, waits for the oldest. Raises
-        DeviceError, MemoryError."""
-        return self.uploads.uploaded(array, stream, host)

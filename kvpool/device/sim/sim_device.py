@@ -277,7 +277,7 @@ class SimDevice(Device):
             if lent is None:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = host_call("free")
-            if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
+            if self._bound is not None and self._bound.regions.have(array):
                 self._unbind(self._bound, access)
             elif self._bound is not None:
                 self._overwrite(self._bound, access, self._bound.rows(("", "array"), None, [array]))
