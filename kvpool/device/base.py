@@ -31,7 +31,15 @@ NOT_BOUND = "device: not bound to a pool"
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream of the caller. ``handle`` is the driver's number for it. ``owner`` keeps it alive."""
+    """A stream of work on the device.
+
+    Parameters
+    ----------
+    handle : int
+        The driver's number for it. 0 is the default stream.
+    owner : object, optional
+        Keeps the stream alive.
+    """
 
     handle: int
     owner: Any = field(default=None, compare=False, repr=False)
@@ -88,8 +96,10 @@ NULL_STREAM = Stream(0)
 
 
 class DeviceEvent:
-    """A point on a stream, made by ``record``. It is *complete* once all work that was enqueued there before it is
-    done."""
+    """A point on a stream, which is *complete* once all work enqueued there before it is done.
+
+    ``Device.record`` returns it.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -232,30 +242,70 @@ class Device(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
-        """Take zeroed memory for a tier: uint8[nbytes] that starts at a multiple of ``ALIGNMENT``.
+        """Allocate zeroed memory for a tier.
 
-        The host tier is a NumPy array. The device tier is an array of the device's own package; where it is not main
-        memory, it has ``__cuda_array_interface__`` and DLPack. Pages are not touched where the system gives memory on
-        first use. ``views.handle`` accepts memory that is ``shared``.
+        Parameters
+        ----------
+        nbytes : int
+            The number of bytes.
+        tier : {"device", "host", "staging"}
+            The tier. "staging" is main memory, with any content, for small buffers that copies and kernels read.
+        shared : bool, default False
+            Whether other processes can attach the memory, by ``views.handle``.
 
-        The tier ``STAGING`` is main memory for small buffers that copies and kernels read: uint8[nbytes] with any
-        content. Neither this call nor ``free`` of such a buffer waits for the device, once as many buffers exist as are
-        used at a time.
+        Returns
+        -------
+        array of uint8, shape (nbytes,)
+            It starts at a multiple of ``ALIGNMENT``. The host tier is a NumPy array. The device tier is an array of the
+            device's own package; if it is not main memory, it has ``__cuda_array_interface__`` and DLPack.
 
-        Raises MemoryError, DeviceError, and ValueError for shared memory on a device that cannot share any.
+        Raises
+        ------
+        MemoryError, DeviceError
+            Where the memory or the device fails.
+        ValueError
+            For shared memory on a device that cannot share any.
+
+        Notes
+        -----
+        Pages are not touched where the system gives memory on first use. Neither this call nor ``free`` of a staging
+        buffer waits for the device, once as many buffers exist as are used at a time.
         """
 
     @abstractmethod
     def free(self, array: Any) -> None:
-        """Give back memory of ``allocate`` or ``adopt``. If the device was bound to it, the device is unbound. Views
-        stay readable on the CPU."""
+        """Give back memory of ``allocate`` or ``adopt``. A device that was bound to it is then unbound.
+
+        Parameters
+        ----------
+        array : array of uint8
+            The memory. In main memory, views of it stay readable.
+        """
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Any:
-        """Use existing memory, uint8[nbytes], for a tier; returns what ``allocate`` would return.
+        """Use existing memory for a tier.
 
-        The device keeps the memory alive until ``free``, and never gives it back to the system. Its content stays. With
-        ``pin``, it is main memory from the start of a page, which the device may pin until ``free``; without, it is the
-        caller's, for either tier. Raises ValueError where this device cannot use it, DeviceError, MemoryError.
+        Parameters
+        ----------
+        memory : StridedArray of uint8, shape (nbytes,)
+            The memory, whose content stays. The device keeps it alive until ``free``, and never gives it back to the
+            system.
+        tier : {"device", "host"}
+            The tier.
+        pin : bool, default False
+            Whether it is main memory from the start of a page, which the device may pin until ``free``.
+
+        Returns
+        -------
+        array of uint8, shape (nbytes,)
+            An array as of ``allocate``.
+
+        Raises
+        ------
+        ValueError
+            Where this device cannot use the memory.
+        DeviceError, MemoryError
+            Where the device or the memory fails.
         """
         raise ValueError(
             f"{tier}_memory: expected None, since the {self.name} device takes no memory of the caller's, got an array"
@@ -263,81 +313,210 @@ class Device(ABC):
 
     @abstractmethod
     def available_bytes(self, tier: str) -> int | None:
-        """The bytes that ``allocate`` can be expected to find in a tier, or None if it is unknown."""
+        """Return the bytes that ``allocate`` can be expected to find in a tier.
+
+        Parameters
+        ----------
+        tier : {"device", "host"}
+            The tier.
+
+        Returns
+        -------
+        int or None
+            Bytes; None if they are not known.
+        """
 
     @abstractmethod
-    def as_stream(self, stream: Any) -> Stream:
-        """The stream that an argument of a public call means.
+    def as_stream(self, stream: StreamLike) -> Stream:
+        """Return the stream that an argument of a public call means.
 
-        Accepted are None, an integer handle, a Stream, and objects with ``__cuda_stream__``, ``cuda_stream`` or
-        ``ptr``. Raises TypeError for anything else. Raises ValueError for a handle that is not an address, and for a
-        stream on which no work can be enqueued now because it was destroyed or is being captured.
+        Parameters
+        ----------
+        stream : Stream, int, object with ``__cuda_stream__``, ``cuda_stream`` or ``ptr``, or None
+            A stream of any package, or its handle. None is the default stream.
+
+        Returns
+        -------
+        Stream
+            The stream.
+
+        Raises
+        ------
+        TypeError
+            For anything else.
+        ValueError
+            For a handle that is not an address, and for a stream on which no work can be enqueued now because it was
+            destroyed or is being captured.
         """
 
     @abstractmethod
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
-        """Make a stream for the pool itself. No default stream waits for it. ``name`` is for people. Kernels and copies
-        of an ``urgent`` stream go first where several wait for the device."""
+        """Make a stream for the pool itself, for which no default stream waits.
+
+        Parameters
+        ----------
+        name : str
+            A name for people.
+        urgent : bool, default False
+            Whether its kernels and copies go first where several streams wait for the device.
+
+        Returns
+        -------
+        Stream
+            The stream.
+        """
 
     @abstractmethod
     def bind(self, regions: Sequence[Region]) -> None:
-        """Learn where the blocks lie: in the memory of one or more regions. That memory is kept alive until any of it
-        is freed. Raises ValueError for a device that is bound already, DeviceError."""
+        """Set the memory of the blocks, which is kept alive until any of it is freed.
+
+        Parameters
+        ----------
+        regions : sequence of Region
+            The memory of each group of layers.
+
+        Raises
+        ------
+        ValueError
+            For a device that is bound already.
+        DeviceError
+            Where the device fails.
+        """
 
     @abstractmethod
     def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
-        """Enqueue copies of blocks on ``stream``, of some ``layers`` of each region.
+        """Enqueue copies of blocks.
 
-        ``copy_ops`` is int64[n, 4] with rows (source id, target id, tokens, ticket). A row copies from any tier to any
-        tier inside one region; different rows may be of different regions. The caller ensures that the rows are
-        independent: no row writes a block that another row reads or writes. The device may make them in any order, and
-        at the same time.
+        Parameters
+        ----------
+        copy_ops : ndarray of int64, shape (n, 4)
+            Rows (source id, target id, tokens, ticket). A row copies the first 1 to ``tokens_per_block`` tokens, of
+            every layer, plane and head, from any tier to any tier of one region. The rest of the target keeps its
+            content. Rows may be of different regions. No row writes a block that another row reads or writes, so the
+            device can make them in any order. The device ignores the ticket.
+        stream : Stream, optional
+            The stream. By default the default stream.
+        layers : Layers, optional
+            The layers of each region to copy. By default all.
 
-        ``tokens`` is 1 to the tokens of a block of the region. If it is less than a whole block, the first ``tokens``
-        tokens of every layer, plane and head are copied, and the rest of the target keeps its content. The device
-        ignores the ticket.
-
-        Raises DeviceError where the device fails: the first ``completed`` rows have been enqueued, and any of the
-        others may have been. It does no harm to copy those again.
+        Raises
+        ------
+        DeviceError
+            Where the device fails: the first ``completed`` rows have been enqueued, and any of the others may have
+            been. Those can be copied again.
         """
 
     @abstractmethod
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
-        """Enqueue anything but copies of blocks on ``stream``. Its effect is that of ``work.run``.
+        """Enqueue other work than copies of blocks. Its effect is that of ``work.run``.
 
-        The arrays of ``work.Fragments`` and ``work.TokenMoves`` may be changed when this returns. A staging buffer is
-        read when the work is done, not before. Until then the caller does not change the buffer, and keeps alive the
-        buffer and what is written. Raises DeviceError where the device fails: any part of the work may have been done.
-        Raises ValueError for a device that is not bound.
+        Parameters
+        ----------
+        work : Work
+            The work. The caller may change the arrays of ``Fragments`` and ``TokenMoves`` when the call returns. A
+            staging buffer is read when the work is done. Until then the caller does not change it, and keeps it and the
+            targets alive.
+        stream : Stream, optional
+            The stream. By default the default stream.
+        captured : bool, default False
+            Whether the stream is being captured. Each replay of the graph then does the work, with the content that the
+            buffer has at that time. Only for staged rows and steps.
 
-        ``captured``: the stream is being captured, and each replay of the graph does the work, with what the buffer has
-        then. That is for staged rows and steps. Raises ValueError, with nothing enqueued, for a stream that is not
-        being captured, and for a device without graphs.
+        Raises
+        ------
+        DeviceError
+            Where the device fails: any part of the work may have been done.
+        ValueError
+            For a device that is not bound. With ``captured``, for a stream that is not being captured, and for a device
+            without graphs. Nothing is enqueued then.
         """
 
     @abstractmethod
     def record(self, stream: Stream) -> DeviceEvent:
-        """Make an event that is complete once everything enqueued on ``stream`` so far is done. Raises DeviceError
-        where the device fails, StreamGone for a stream that its owner has destroyed."""
+        """Record an event on a stream.
+
+        Parameters
+        ----------
+        stream : Stream
+            The stream.
+
+        Returns
+        -------
+        DeviceEvent
+            It is complete once all work enqueued on the stream so far is done.
+
+        Raises
+        ------
+        DeviceError
+            Where the device fails.
+        StreamGone
+            For a stream that its owner has destroyed.
+        """
 
     @abstractmethod
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
-        """Have all work that is enqueued on ``stream`` from now on wait for ``event``. The caller does not wait. Raises
-        DeviceError, StreamGone."""
+        """Have all work that is enqueued on a stream from now on wait for an event. The caller does not wait.
+
+        Parameters
+        ----------
+        stream : Stream
+            The stream.
+        event : DeviceEvent
+            The event.
+
+        Raises
+        ------
+        DeviceError, StreamGone
+            As for ``record``.
+        """
 
     @abstractmethod
     def query(self, event: DeviceEvent) -> bool:
-        """Whether ``event`` is complete. Does not wait. Raises DeviceError."""
+        """Return whether an event is complete, without waiting.
+
+        Parameters
+        ----------
+        event : DeviceEvent
+            The event.
+
+        Returns
+        -------
+        bool
+            Whether all work before it is done.
+
+        Raises
+        ------
+        DeviceError
+            Where the device fails.
+        """
 
     @abstractmethod
     def synchronize(self, event: DeviceEvent | None = None) -> None:
-        """Wait until ``event`` is complete; without one, until everything enqueued is done. Raises DeviceError."""
+        """Wait until an event is complete.
+
+        Parameters
+        ----------
+        event : DeviceEvent, optional
+            The event. By default the call waits until all enqueued work is done.
+
+        Raises
+        ------
+        DeviceError
+            Where the device fails.
+        """
 
     def calibrate(self) -> Any:
         """Measure which way of copying is the fastest here, and use it from now on.
 
-        Returns a ``calibration.Calibration``, or None where there is nothing to choose. Raises DeviceError,
-        MemoryError.
+        Returns
+        -------
+        Calibration or None
+            The measurements, or None for a device that has only one way.
+
+        Raises
+        ------
+        DeviceError, MemoryError
+            Where the device or the memory fails.
         """
         return None
 
@@ -350,22 +529,34 @@ class Device(ABC):
         stores: Sequence[Array] = (),
         outside: bool = False,
     ) -> AbstractContextManager[Any]:
-        """Declare what the calling thread reads and writes itself while the context is open. Devices that look for
-        races check it; for others it does nothing.
+        """Declare that this thread reads and writes memory directly, while a context is open.
 
-        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None. The tokens are at most
-        those of a block of the region. ``loads``, ``stores``: arrays outside the pools that are read and written, such
-        as staging buffers and tables.
+        Devices that detect races check it. For others it does nothing.
 
-        ``outside``: another process reads and writes, instead of this thread. It has seen everything that this thread
-        has waited for.
+        Parameters
+        ----------
+        reads : ndarray of int64, shape (n, 3), optional
+            The tokens that it reads: block id, first token, and end of the tokens.
+        writes : ndarray of int64, shape (n, 3), optional
+            The tokens that it writes.
+        loads : sequence of ndarray, optional
+            Arrays outside the pools that it reads, such as staging buffers and tables.
+        stores : sequence of ndarray, optional
+            Arrays outside the pools that it writes.
+        outside : bool, default False
+            Whether another process accesses the memory instead of this thread, after all work that this thread has
+            waited for.
+
+        Returns
+        -------
+        context manager
+            The access lasts while it is open.
         """
         return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the memory of the pool. A second call does nothing. All other calls raise PoolClosed from then
-        on."""
+        """Release the memory of the pool. A second call does nothing. All other calls raise PoolClosed afterwards."""
 
 
 def stream_argument(stream: Any) -> Stream:

@@ -43,7 +43,7 @@ CODES = {
     *("RT01", "RT02", "RT03", "RT04", "RT05"),
 }
 """Findings of ``numpydoc.validate`` that count: sections, the summary, each parameter, results."""
-KEPT = {"PagedKV.owner", "StridedArray.owner", "Table.owner"}
+KEPT = {"PagedKV.owner", "StridedArray.owner", "Stream.owner", "Table.owner"}
 """What is only kept alive may be any object."""
 
 
