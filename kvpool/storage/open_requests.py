@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvpool.common.process import stays_here
 from kvpool.common.threads import Bell
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.storage.calls import StoreCalls
@@ -68,6 +69,8 @@ class OpenRequests:
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._signal)
         self._threads, self._closing = 0, False
+        # A request refers to these, and has no threads that would end it in a child.
+        stays_here(self)
         self.closed = False
         """Whether the store is closed."""
 
