@@ -111,7 +111,8 @@ class Changes:
 
     def call(self, step: Step) -> Any:
         """``run`` for one step without ``finish``: once the step has its result, nothing is left to do."""
-        left, results = iter((step,)), list[Any]()
+        left = iter((step,))
+        results: list[Any] = []  # ``list[Any]()`` would take longer than the step often does
         try:
             results.extend(map(_CALL, left))
         except BaseException as error:
