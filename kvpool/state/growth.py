@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.common.jit import jit
-from kvpool.common.jit.intrinsics import array_at
+from kvpool.common.jit.intrinsics import array_at, prefetch
 from kvpool.state.admit import write_tokens
 from kvpool.state.policies.block_lists import FRONT
 from kvpool.state.policies.policy import foresee, free_blocks
@@ -276,9 +276,23 @@ def _append(group, slot, tokens, start, count):
 
 
 @jit
+def expect_ends(group, ids):
+    """Begin to load the last blocks of several sequences, and the ids of their tokens: each is somewhere else."""
+    for i in range(ids.shape[0] if ids.shape[0] > 1 else 0):
+        sequence = sequences_of(group)[slot_of(ids[i])]
+        prefetch(table_of(group)[slot_of(ids[i])], sequence.blocks - 1)
+    for i in range(ids.shape[0] if ids.shape[0] > 1 else 0):
+        sequence = sequences_of(group)[slot_of(ids[i])]
+        b = np.int64(table_of(group)[slot_of(ids[i]), max(sequence.blocks - 1, 0)])
+        prefetch(blocks_of(group), b)
+        prefetch(tokens_of(group)[b], np.int64(0))
+
+
+@jit
 def append(group, ids, counts, tokens):
     """Grow each sequence by its count of ``tokens`` (int32, the tokens of all sequences in order). There is room: see
     ``append_need``."""
+    expect_ends(group, ids)
     start = 0
     for i in range(ids.shape[0]):
         _append(group, slot_of(ids[i]), tokens, start, counts[i])

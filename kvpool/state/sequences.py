@@ -227,6 +227,32 @@ def _publish(group, b):
 
 
 @jit
+def _name(group, slot, i, b):
+    """Give a full block ``b``, block ``i`` of a sequence, its key."""
+    block = blocks_of(group)[b]
+    parent0, parent1 = _parent(group, slot, i)
+    block.key0, block.key1 = key_in(group, tokens_of(group)[b], extra_in(group, b), parent0, parent1)
+    block.parent0, block.parent1 = parent0, parent1
+    block.flags |= KEYED
+
+
+@jit
+def _name_ahead(group, ids, counts):
+    """Give the blocks that several sequences will publish their keys, and begin to load their places in the index: each
+    is somewhere else."""
+    blocks = blocks_of(group)
+    for n in range(ids.shape[0] if ids.shape[0] > 1 and not has_states(group) else 0):
+        slot = slot_of(ids[n])
+        sequence, row = sequences_of(group)[slot], table_of(group)[slot]
+        committed = counts[n] if counts.shape[0] else np.int64(sequence.length)
+        for i in range(sequence.committed // group.width, committed // group.width):
+            b = np.int64(row[i])
+            if b != NONE and not blocks[b].flags & (KEYED | PUBLISHED | LOST):
+                _name(group, slot, i, b)
+                expect(group, blocks[b].key0)
+
+
+@jit
 def publish_range(group, slot, first, last):
     """Publish the blocks with keys in [first, last) of a sequence. Some may have to wait as duplicates: the first of
     them is noted. Returns how many must wait."""
@@ -243,10 +269,7 @@ def publish_range(group, slot, first, last):
         if has_states(group) and not (blocks[b].flags & KEYED and keeps_state(group, i, sequence.kept)):
             continue  # written again since it was committed, or about to become a later column
         if not blocks[b].flags & KEYED:
-            parent0, parent1 = _parent(group, slot, i)
-            blocks[b].key0, blocks[b].key1 = key_in(group, tokens_of(group)[b], extra_in(group, b), parent0, parent1)
-            blocks[b].parent0, blocks[b].parent1 = parent0, parent1
-            blocks[b].flags |= KEYED
+            _name(group, slot, i, b)
         if sequence.private or _publish(group, b):
             continue
         waiting += 1
@@ -306,6 +329,7 @@ def commit_error(group, ids, counts):
 @jit
 def commit_rows(group, ids, counts):
     """Publish the first ``counts`` tokens of each sequence. ``commit_error`` has found it possible."""
+    _name_ahead(group, ids, counts)
     for i in range(ids.shape[0]):
         slot = slot_of(ids[i])
         sequence, row = sequences_of(group)[slot], table_of(group)[slot]
