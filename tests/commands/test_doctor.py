@@ -21,6 +21,8 @@ from numba.core import config
 from kvpool.__main__ import main
 from kvpool.common.arguments import first_outside
 from kvpool.common.jit import cache
+from kvpool.device import cuda
+from kvpool.device.cuda import calibration
 from kvpool.device.cuda.runtime import Gpu
 from kvpool.device.memory import main_memory
 from kvpool.tools.cli import doctor
@@ -213,6 +215,24 @@ def test_little_or_unknown_memory_is_a_warning(
     monkeypatch.setattr(main_memory, "available_ram", lambda: available)
     _, check = doctor.check_memory([])
     assert check.status == WARNING and advice in check.advice
+
+
+def test_a_gpu_is_named_and_how_copies_are_chosen_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "unusable", lambda: None)
+    monkeypatch.setattr(cuda, "describe_gpus", lambda: [GPU])
+    monkeypatch.setattr(doctor, "SUITE_RAN_ON", ("GPU",))
+    checks = {check.name: check for check in doctor.examine("cuda")}
+    assert checks["GPU 0"].reason == "GPU, 80.00 GiB, CUDA 13.0" and checks["device cuda"].status == OK
+    assert checks["copies"] == ("copies", OK, "chosen by rule: not measured", "call cache.memory.calibrate() once")
+    assert checks["copy kernels"].reason.endswith("the suite of tests has passed on this model")
+    path = calibration.place("GPU", 13000)
+    rows = (calibration.Measurement("onboard", 4096, 64, "plain", 5.0),)
+    calibration.store(path, calibration.made(GPU, rows))
+    assert doctor.check_copies(GPU)[0].reason == f"as measured in {path}"
+    path.write_text("no")
+    assert doctor.check_copies(GPU)[0].status == WARNING
+    monkeypatch.setenv("KVPOOL_COPY_PATH", "batched")
+    assert doctor.check_copies(GPU)[0].reason == "batched, by KVPOOL_COPY_PATH"
 
 
 def test_a_verdict_that_failed_is_the_exit_status(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
