@@ -67,6 +67,16 @@ class DeviceArray(Protocol):
     def tobytes(self) -> bytes: ...
 
 
+class CopyChoice(Protocol):
+    """What ``Device.calibrate`` has measured: a ``Calibration``."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def driver(self) -> int: ...
+    def choose(self, direction: str, nbytes: int, count: int, /) -> str: ...
+
+
 class CudaStream(Protocol):
     """A stream of CuPy, cuda.core and others."""
 
@@ -216,7 +226,9 @@ class Device(ABC):
     order in which it was enqueued. Only events order the work of two streams. A *synchronous* device does everything
     before the call returns, so its streams and events mean nothing.
 
-    Thread-safety. One thread at a time enqueues: the one that holds the transfer lock. The calls that enqueue are
+    Notes
+    -----
+    Thread-safety: one thread at a time enqueues, the one that holds the transfer lock. The calls that enqueue are
     ``copy_blocks``, ``enqueue``, ``record`` and ``wait``. On a synchronous device, several threads may copy at a time.
     Any thread may call ``query``, ``synchronize``, ``allocate`` and ``views`` at any time, and ``free`` for memory that
     is not bound. Everything else may be called only while nothing is being enqueued.
@@ -241,7 +253,7 @@ class Device(ABC):
     """Arrays on the memory of this device, and of arrays the memory that it can write."""
 
     @abstractmethod
-    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> DeviceArray:
         """Allocate zeroed memory for a tier.
 
         Parameters
@@ -273,7 +285,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def free(self, array: Any) -> None:
+    def free(self, array: DeviceArray) -> None:
         """Give back memory of ``allocate`` or ``adopt``. A device that was bound to it is then unbound.
 
         Parameters
@@ -282,7 +294,7 @@ class Device(ABC):
             The memory. In main memory, views of it stay readable.
         """
 
-    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Any:
+    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> DeviceArray:
         """Use existing memory for a tier.
 
         Parameters
@@ -505,7 +517,7 @@ class Device(ABC):
             Where the device fails.
         """
 
-    def calibrate(self) -> Any:
+    def calibrate(self) -> CopyChoice | None:
         """Measure which way of copying is the fastest here, and use it from now on.
 
         Returns
@@ -523,12 +535,12 @@ class Device(ABC):
     def host_access(
         self,
         *,
-        reads: Any = None,
-        writes: Any = None,
+        reads: Int64s | None = None,
+        writes: Int64s | None = None,
         loads: Sequence[Array] = (),
         stores: Sequence[Array] = (),
         outside: bool = False,
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[None]:
         """Declare that this thread reads and writes memory directly, while a context is open.
 
         Devices that detect races check it. For others it does nothing.

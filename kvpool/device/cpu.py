@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from llvmlite import ir
 from numba import types
@@ -22,6 +22,7 @@ from kvpool.device.base import (
     NULL_EVENT,
     NULL_STREAM,
     Device,
+    DeviceArray,
     DeviceEvent,
     Stream,
     stream_argument,
@@ -274,10 +275,11 @@ class CpuDevice(Device):
         self._check_open()
         return (allocate_shared if shared else allocate_ram)(nbytes)
 
-    def free(self, array: Uint8s) -> None:
+    def free(self, array: DeviceArray) -> None:
         # The memory itself is freed with the last view of it.
-        free_shared(array)
-        if self._bound is not None and self._bound.regions.have(array):
+        memory = cast(Uint8s, array)
+        free_shared(memory)
+        if self._bound is not None and self._bound.regions.have(memory):
             self._bound = None
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakSet
 
 from kvpool.common.arguments import bool_argument
@@ -177,4 +177,4 @@ class PoolMemory:
         It takes seconds. The result is kept on disk for other processes. The pool's blocks are not touched.
         """
         self._core.check_open()
-        return self._core.device.calibrate()
+        return cast("Calibration | None", self._core.device.calibrate())

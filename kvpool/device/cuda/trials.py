@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from time import perf_counter
+from typing import cast
 
 import numpy as np
 
-from kvpool.common.arrays import Int64s
+from kvpool.common.arrays import Array, Int64s
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import as_strided
 from kvpool.common.jit import cache
@@ -139,7 +140,8 @@ def _difference(device: Device, path: str, layout: BlockLayout, stream: Stream, 
                         for some in np.split(rows + np.array([addresses[source], addresses[target], 0]), _PARTS):
                             _by(path, copier, stream, some)
                 _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
-                read_back, wanted = np.roll(pools[1], nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
+                host: Array = cast(Array, pools[1])
+                read_back, wanted = np.roll(host, nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
                 if not np.array_equal(read_back, wanted):
                     return f"{direction} of {what} gave other bytes"
                 if load is not None and not load.is_right():
@@ -159,7 +161,7 @@ class _Load:
     def __init__(self, device: Device, path: str, stream: Stream) -> None:
         self._device, self._path, self._stream = device, path, stream
         self._memory = [device.allocate(_LOAD_BYTES, tier) for tier in ("device", "host")]
-        self._halves = self._memory[1].reshape(2, -1)
+        self._halves = cast(Array, self._memory[1]).reshape(2, -1)
         self._halves[0] = np.random.default_rng(1).integers(0, 256, self._halves.shape[1])
 
     def enqueue(self) -> None:

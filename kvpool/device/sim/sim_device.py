@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from kvpool.common.arrays import Array, Int64s, Uint8s
 from kvpool.common.arrays.layout import integer_argument
@@ -21,6 +21,7 @@ from kvpool.device.base import (
     NULL_EVENT,
     NULL_STREAM,
     Device,
+    DeviceArray,
     DeviceEvent,
     Stream,
     StreamLike,
@@ -250,7 +251,7 @@ class SimDevice(Device):
             self._allocated[id(array)] = array, False
             return array
 
-    def free(self, array: Uint8s) -> None:
+    def free(self, array: DeviceArray) -> None:
         """Give memory back, and report later writes to it.
 
         Parameters
@@ -267,24 +268,25 @@ class SimDevice(Device):
         -----
         Any access to a bound pool that this thread has not waited for is a race with this call.
         """
+        memory = cast(Uint8s, array)
         with self._lock, self._settled():
-            free_shared(array)
-            _, lent = self._allocated.pop(id(array), (None, None))
+            free_shared(memory)
+            _, lent = self._allocated.pop(id(memory), (None, None))
             if self._closed:
                 if not lent:
-                    array.fill(POISON)
+                    memory.fill(POISON)
                 return
             if lent is None:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = host_call("free")
-            if self._bound is not None and self._bound.regions.have(array):
+            if self._bound is not None and self._bound.regions.have(memory):
                 self._unbind(self._bound, access)
             elif self._bound is not None:
-                self._overwrite(self._bound, access, self._bound.rows(("", "array"), None, [array]))
-                self._bound.forget(array)
+                self._overwrite(self._bound, access, self._bound.rows(("", "array"), None, [memory]))
+                self._bound.forget(memory)
             if not lent:
-                array.fill(POISON)
-                self._findings.freed.append((array, access))
+                memory.fill(POISON)
+                self._findings.freed.append((memory, access))
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:
         with self._lock, self._entered():

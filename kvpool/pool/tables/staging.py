@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvpool.common.arrays import Uint8s
 from kvpool.device.base import STAGING, Device, DeviceEvent, Retired, Stream
@@ -109,7 +109,8 @@ class Staging:
 
     def allocate(self, nbytes: int, user: Upload | None = None) -> Buffer:
         """A new buffer of at least ``nbytes``. Raises DeviceError, MemoryError, PoolClosed."""
-        buffer = Buffer(self._device.allocate(max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()), STAGING))
+        memory = self._device.allocate(max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()), STAGING)
+        buffer = Buffer(cast(Uint8s, memory))
         buffer.user, buffer.thread = user, threading.get_ident()
         with self._lock:
             if not self._closed:
