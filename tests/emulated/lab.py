@@ -138,9 +138,11 @@ class Driver:
         yield grown
         grown.update(zip(names, np.subtract(now(), before).tolist(), strict=True))
 
-    def in_use(self) -> dict[str, int]:
-        """What has been taken from the driver and not been given back."""
-        gc.collect()
+    def in_use(self, collected: bool = True) -> dict[str, int]:
+        """What has been taken from the driver and not been given back; ``collected``: what is garbage does not
+        count."""
+        if collected:
+            gc.collect()
         return {name: self.counter(name) for name in ("allocations", "registrations", "pinned", "streams", "events")}
 
     @contextmanager

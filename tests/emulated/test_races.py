@@ -95,6 +95,11 @@ class EmulatedGpu(CudaDevice):
 
         self._kept.append(lab.driver().host_function(run, stream.handle))
 
+    def close(self) -> None:
+        """Also let go of the kernels, which refer to this device."""
+        super().close()
+        self._kept.clear()
+
     def check(self) -> None:
         assert not self.errors, self.errors
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -258,7 +259,9 @@ class CudaDevice(Device):
         self._loaded_tables: dict[str, TableKernel] = {}
         self._closed = False
         self._memory_stream = self.create_stream("memory")
-        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._kernel)
+        # Weak, so that a closed device goes with its last reference.
+        load = partial(CudaDevice._kernel, weakref.proxy(self))
+        self.views = CudaViews(self._cupy, self._calls, self._owned, load)
 
     # -- memory ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import resource
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -464,13 +464,13 @@ def open_memory(cupy: Any, driver: Driver, memory: GpuMemory, nbytes: int) -> An
 
 
 class CudaViews(HostViews):
-    """Views of the memory of one GPU, as CuPy's arrays. ``is_own`` says whether the device allocated an array,
+    """Views of the memory of one GPU, as CuPy's arrays. ``owned`` has the identities of the arrays of the device,
     ``load`` loads a kernel that writes tables."""
 
     def __init__(
-        self, cupy: Any, calls: RuntimeCalls, is_own: Callable[[Any], bool], load: Callable[[str], object]
+        self, cupy: Any, calls: RuntimeCalls, owned: Mapping[int, object], load: Callable[[str], object]
     ) -> None:
-        self._cupy, self._calls, self._is_own, self._load = cupy, calls, is_own, load
+        self._cupy, self._calls, self._owned, self._load = cupy, calls, owned, load
         self.places = {"device": (dlpack.CUDA, calls.index), "host": (dlpack.CUDA_HOST, 0)}
 
     def array(self, memory: StridedArray) -> Any:
@@ -486,7 +486,7 @@ class CudaViews(HostViews):
             return super().handle(array, tier)
         # CUDA's handle is that of the allocation, and the array begins inside it. Of memory that is not the device's
         # own it might open other data too.
-        if not self._is_own(array):
+        if id(array) not in self._owned:
             raise ValueError(
                 "device_memory: expected memory that the pool took itself, which alone can be shared, got the caller's"
             )

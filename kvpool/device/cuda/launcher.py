@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,7 +201,7 @@ class CudaLauncher:
         self._lock = threading.Lock()
         self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         """Kernels of CuPy, and their handles on this GPU."""
-        self.uploads = Uploads(calls, events, buffers, self.own_address)
+        self.uploads = Uploads(calls, events, buffers, partial(CudaLauncher.own_address, weakref.proxy(self)))
         self.uploaded = self.uploads.uploaded
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))
