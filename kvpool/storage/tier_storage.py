@@ -496,9 +496,10 @@ class TierStorage(Generic[Block]):
             self.workers[loading.number],
         )
         self._tier.abort(worker, left, loading.rows)
-        self._remove(loading)
+        # Before the load is removed: ``recover`` looks for what a signal handler has kept from being released.
         if request is not None:
             worker.release(request)
+        self._remove(loading)
 
     def _remove(self, loading: Loading[Block]) -> None:
         for block in loading.blocks:
