@@ -212,7 +212,10 @@ def test_memory_that_is_not_there_is_a_memory_error_and_nothing_stays(driver: Dr
     device.close()
 
 
-def test_a_copy_that_finds_no_memory_is_refused_and_goes_through_when_there_is_some(driver: Driver) -> None:
+def test_a_copy_that_finds_no_memory_is_refused_and_goes_through_when_there_is_some(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.device.cuda.launcher.SOME_ROWS", 0)  # rows need a table
     device = CudaDevice(calibration="kernel")
     pools = make_pools(device, LAYOUT)
     with (
