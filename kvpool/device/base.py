@@ -105,6 +105,9 @@ NULL_STREAM = Stream(0)
 """The stream of a caller that names no stream."""
 
 
+_NO_ACCESS = nullcontext()
+
+
 class DeviceEvent:
     """A point on a stream, which is *complete* once all work enqueued there before it is done.
 
@@ -229,9 +232,9 @@ class Device(ABC):
     Notes
     -----
     Thread-safety: one thread at a time enqueues, the one that holds the transfer lock. The calls that enqueue are
-    ``copy_blocks``, ``enqueue``, ``record`` and ``wait``. On a synchronous device, several threads may copy at a time.
-    Any thread may call ``query``, ``synchronize``, ``allocate`` and ``views`` at any time, and ``free`` for memory that
-    is not bound. Everything else may be called only while nothing is being enqueued.
+    ``copy_blocks``, ``enqueue``, ``upload``, ``record`` and ``wait``. On a synchronous device, several threads may copy
+    at a time. Any thread may call ``query``, ``synchronize``, ``allocate`` and ``views`` at any time, and ``free`` for
+    memory that is not bound. Everything else may be called only while nothing is being enqueued.
 
     What is copied and written is not checked: the pool has made it. After ``close``, all calls but ``close`` and
     ``query`` raise PoolClosed.
@@ -443,6 +446,29 @@ class Device(ABC):
             without graphs. Nothing is enqueued then.
         """
 
+    def upload(self, work: Work, stream: Stream) -> DeviceEvent:
+        """Enqueue staged tables, and record an event after them.
+
+        Parameters
+        ----------
+        work : Work
+            Staged tables, as for ``enqueue``.
+        stream : Stream
+            The stream that writes the tables.
+
+        Returns
+        -------
+        DeviceEvent
+            Complete once the tables are written.
+
+        Raises
+        ------
+        DeviceError
+            If the device fails: any part of the work may be enqueued then.
+        """
+        self.enqueue(work, stream)
+        return self.record(stream)
+
     @abstractmethod
     def record(self, stream: Stream) -> DeviceEvent:
         """Record an event on a stream.
@@ -564,7 +590,7 @@ class Device(ABC):
         context manager
             The access lasts while it is open.
         """
-        return nullcontext()
+        return _NO_ACCESS
 
     @abstractmethod
     def close(self) -> None:
@@ -577,6 +603,8 @@ def stream_argument(stream: Any) -> Stream:
         return NULL_STREAM
     if type(stream) is Stream and type(stream.handle) is int:
         return stream
+    if type(stream) is int and 0 <= stream < 1 << 64:
+        return Stream(stream, stream)
     handle = stream
     if hasattr(stream, "__cuda_stream__"):
         # The protocol specifies a method. Some packages have a plain attribute.

@@ -3,8 +3,6 @@ upload is staged into a buffer of its own, under the state lock."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from kvpool.common.arguments import Ids, each_argument, id_array
@@ -14,7 +12,6 @@ from kvpool.common.arrays.strided import AnyArray
 from kvpool.common.process import Closing
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
-from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.tables.block_table import planes_argument, rows_argument
 from kvpool.pool.tables.snapshot import BlockTableUpload, CsrTableUpload, DenseTableUpload, stream_error, write_dense
@@ -225,7 +222,7 @@ class BlockTables:
         upload, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
         if not len(which):
             self.core.as_stream(stream)
-        elif not self._write(upload, which, stream, g):
+        elif not self.core.device.in_memory or not self._write(upload, which, stream, g):
             self._upload("copy_batch_block_offsets", upload, which, stream, g)
 
     def _write(self, over: DenseTableUpload, which: Rows, stream: StreamLike, g: int) -> bool:
@@ -233,7 +230,7 @@ class BlockTables:
         upload has to be staged, or is refused."""
         core = self.core
         (table,) = over.targets
-        if not core.device.in_memory or len(which) * len(over.planes) * over.columns > WRITTEN_AT_ONCE:
+        if len(which) * len(over.planes) * over.columns > WRITTEN_AT_ONCE:
             return False
         core.refuse_inside("copy_batch_block_offsets")
         place = over.columns, over.cut, table.address, table.strides[-2]
@@ -475,22 +472,17 @@ class BlockTables:
     def _upload(self, call: str, upload: BlockTableUpload, which: Rows, stream: StreamLike, g: int) -> None:
         """Stage and enqueue an upload. Starts again if a sequence has outgrown the buffer meanwhile. If the device
         refuses it, raises DeviceError; no block is lost."""
-        decided, on = 0, None if stream is None else self.core.as_stream(stream)
-        self.core.refuse_inside(call)
-        behind = on or self.core.as_stream(self._stream_of(which))
-        while not decided:
-            upload.cancelled = False
-            buffer = self._staging.take(upload.room(self.core.states.groups, g, which), behind, upload)
+        core, staging = self.core, self._staging
+        on = None if stream is None else core.as_stream(stream)
+        core.refuse_inside(call)
+        behind, done = on or core.as_stream(self._stream_of(which)), False
+        while not done:
+            buffer = staging.take(upload.room(core.states.groups, g, which), behind, upload)
             try:
-                staged = self.core, self._staging, upload, buffer, on, g
-                decided = self.core.use(on, _stage, which, *staged)
+                done = _stage_and_enqueue(core, staging, upload, buffer, which, on, g)
             finally:
-                if not upload.retained:
-                    self._staging.cancel(upload)
-        if upload.errors:
-            raise upload.errors.pop()  # Whoever kept it would be kept by its frames.
-        if not upload.retained:
-            raise DeviceError(f"the device has failed: {self.core.transfer.broken}", sticky=True)
+                if buffer.user is upload:
+                    staging.cancel(upload)
 
     def _stream_of(self, which: Rows) -> Stream:
         """The stream that these sequences used last. A guess without the state lock, where ids may be wrong."""
@@ -570,8 +562,7 @@ class GraphTables(Closing):
         on = core.as_stream(stream)
         core.refuse_inside("stage")
         self._staging.await_replay(self._buffer, on)
-        core.use(on, _stage, which, core, self._staging, self._upload, self._buffer, on, self._group)
-        core.check_open()
+        _stage_and_enqueue(core, self._staging, self._upload, self._buffer, which, on, self._group)
 
     def close(self) -> None:
         """Give the buffer back once the replays so far are done. A second call does nothing.
@@ -594,18 +585,27 @@ class GraphTables(Closing):
             self._buffer = None
 
 
+def _stage_and_enqueue(
+    core: Core, staging: Staging, upload: BlockTableUpload, buffer: Buffer, which: Rows, on: Stream | None, g: int
+) -> bool:
+    """Snapshot the tables under the state lock, and have the device read them, both under the transfer lock. So uploads
+    are enqueued in the order of their snapshots, and ``close`` waits for them. Returns whether the buffer was large
+    enough."""
+    transfer = core.transfer
+    with transfer.lock:
+        staged = core.use(on, _stage, which, core, upload, buffer, on, g) - 1
+        if staged >= 0:
+            upload.enqueue(transfer, staging, buffer, staged)
+    if transfer.waiting:
+        transfer.drain()
+    return staged >= 0
+
+
 def _stage(
-    groups: Rows,
-    which: Rows,
-    core: Core,
-    staging: Staging,
-    upload: BlockTableUpload,
-    buffer: Buffer,
-    stream: Stream | None,
-    g: int,
+    groups: Rows, which: Rows, core: Core, upload: BlockTableUpload, buffer: Buffer, on: Stream | None, g: int
 ) -> int:
-    """Snapshot the tables. Returns whether the buffer was large enough. The caller holds the state lock."""
-    order = core.transfer.order
+    """Snapshot the tables. Returns the result of ``stage`` and one, 0 if the buffer is too small, or an error. The
+    caller holds the state lock."""
     with core.device.host_access(stores=[buffer.array]):
         staged = upload.stage(groups, g, which, buffer)
     if staged == SEVERAL_STREAMS:
@@ -615,10 +615,11 @@ def _stage(
         return 0 if staged == TOO_SMALL else staged
     if len(groups) > 1:
         use(groups, which)
-    if stream is None and order is not None and len(which):
-        stream = order.stream(int(core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
-    core.transfer.put_behind(partial(upload.enqueue, staging, core.device, buffer, staged, stream or NULL_STREAM))
-    return 1
+    order = core.transfer.order
+    if on is None and order is not None and len(which):
+        on = order.stream(int(core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
+    upload.stream = on or NULL_STREAM
+    return staged + 1
 
 
 def step_arguments(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import methodcaller
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -328,8 +329,7 @@ def host_states(host_blocks: int, secret: bytes, event_capacity: int, policy: st
     return States(groups, settings)
 
 
-def _call(call: Callable[[], Any]) -> Any:
-    return call()
+_call = methodcaller("__call__")
 
 
 def refusal(

@@ -239,3 +239,64 @@ def test_numbers_are_passed_one_by_one(current: int) -> None:
         result = native.launch(functions.found(), COPY, grid, numbers, np.empty_like(numbers), STREAM)
         assert native.failure(result) == ("cuLaunchKernel", status) and functions.contexts == [current]
     assert seen == [values]
+
+
+def test_a_launch_records_its_event_once_and_only_if_it_succeeded() -> None:
+    numbers = np.array([7, 3, 64, 1, 2, 3, 4])
+    for event, place, status in ((0, 99, 0), (EVENT, 99, 0), (EVENT, 2, 700), (EVENT, 3, 400)):
+
+        class Reading(Functions):
+            def cuLaunchKernel(self, *arguments: int) -> None:
+                places = (ctypes.c_int64 * 4).from_address(arguments[9])
+                assert [ctypes.c_int64.from_address(place).value for place in places] == [1, 2, 3, 4]
+
+        functions = Reading(0x2000, {place: status})
+        result = native.launch_numbers(functions.found(), COPY, numbers, STREAM, event)
+        recorded = event != 0 and status != 700
+        assert functions.calls.count("cuEventRecord") == recorded and functions.contexts == [0x2000]
+        name = "cuEventRecord" if status == 400 else "cuLaunchKernel"
+        assert native.failure(result) == (name, status)
+
+
+@pytest.mark.parametrize("status", [0, 600, 700])
+@pytest.mark.parametrize("current", [CONTEXT, 0])
+def test_an_event_is_queried_in_relaxed_mode_which_is_left_afterwards(current: int, status: int) -> None:
+    class Querying(Functions):
+        mode = 1
+
+        def cuThreadExchangeStreamCaptureMode(self, place: int, *rest: int) -> None:
+            wanted = ctypes.c_int32.from_address(place)
+            self.mode, wanted.value = wanted.value, self.mode
+
+        def cuEventQuery(self, event: int, *rest: int) -> None:
+            assert (event, self.mode, self.contexts[-1]) == (EVENT, native.CAPTURE_RELAXED, CONTEXT)
+
+    functions = Querying(current, {2 + (current != CONTEXT): status})
+    result = native.query(functions.found(), EVENT)
+    assert (native.failure(result) if result else 0) == (("cuEventQuery", status) if status else 0)
+    assert functions.contexts == [current] and functions.mode == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "expected"), [(0, 0, 0), (1, 0, -1), (2, 0, -1), (0, 400, 400), (0, 906, 906)]
+)
+@pytest.mark.parametrize("current", [CONTEXT, 0])
+def test_a_stream_is_checked_for_a_capture(current: int, state: int, status: int, expected: int) -> None:
+    class Capturing(Functions):
+        def cuStreamIsCapturing(self, stream: int, place: int, *rest: int) -> None:
+            assert (stream, self.contexts[-1]) == (STREAM, CONTEXT)
+            ctypes.c_int32.from_address(place).value = state
+
+    functions = Capturing(current, {1 + (current != CONTEXT): status})
+    result = native.is_capturing(functions.found(), STREAM)
+    assert (native.failure(result)[1] if result > 0 else result) == expected
+    assert functions.contexts == [current]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_record_that_fails_leaves_the_context(place: int) -> None:
+    functions = Functions(0x2000, {place: 700})
+    result = native.record(functions.found(), EVENT, STREAM)
+    names = {0: "cuCtxGetCurrent", 1: "cuCtxPushCurrent_v2", 2: "cuEventRecord"}
+    assert (native.failure(result) if result else None) == ((names[place], 700) if place in names else None)
+    assert functions.contexts == [0x2000] or place == 3

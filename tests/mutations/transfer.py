@@ -127,7 +127,7 @@ MUTATIONS = (
     Mutation(
         "what_is_handed_out_lags",
         "Transfer.may_lag",
-        "len(batch.accesses) or len(batch.token_moves) or batch.behind is not None",
+        "len(batch.accesses) or len(batch.token_moves)",
         "False",
         "A kernel is enqueued before its stream waits for the load of its block, and reads other bytes.",
         (

@@ -417,13 +417,13 @@ def test_verify_finds_broken_staging(corrupt: Callable[[KVCacheManager], None], 
 
 
 class Failing(WrappedDevice):
-    """Fails at the next call of one kind."""
+    """Fails at the next calls of some kinds."""
 
-    refuses = ""
+    refuses: tuple[str, ...] = ()
 
     def _may(self, call: str) -> None:
-        if self.refuses == call:
-            self.refuses = ""
+        if call in self.refuses:
+            self.refuses = self.refuses[1:]
             raise DeviceError(f"{call} refused")
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
@@ -443,17 +443,20 @@ class Failing(WrappedDevice):
         super().synchronize(event)
 
 
-@pytest.mark.parametrize("call", ["enqueue", "record", "query", "synchronize"])
-def test_a_device_that_fails_while_staging_is_reported(call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "times"), [("enqueue", 1), ("record", 1), ("record", 2), ("query", 1), ("synchronize", 1)]
+)
+def test_a_device_that_fails_while_staging_is_reported(call: str, times: int) -> None:
+    """An upload can be repeated if there is an event behind what is enqueued of it."""
     lab = Lab(8, 0, wrap=Failing, memory=MemoryOptions(staging_depth=1))
     sequence, out = lab.add([1]), declared_target(1, 4)
     lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
     assert isinstance(lab.cache.core.device, Failing)
-    lab.cache.core.device.refuses = call
+    lab.cache.core.device.refuses = (call,) * times
     with pytest.raises(DeviceError, match=f"{call} refused"):
         lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
-    lab.cache.core.device.refuses = ""
-    if call == "enqueue":
+    lab.cache.core.device.refuses = ()
+    if call in ("enqueue", "record") and times == 1:
         lab.cache.tables.copy_batch_block_offsets(out, sequence.id)
         assert not lab.findings()
     else:

@@ -426,33 +426,43 @@ class CudaDevice(Device):
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         self._check_open()
-        bound = self._pool()
+        self._pool()
         if captured:
             # No event follows it: an event of a capture cannot be queried.
-            self._enqueue(work, bound, captured_stream(self._calls, stream))
+            self._enqueue(work, captured_stream(self._calls, stream))
             return
         with self._streams.work(stream) as handle:
-            self._enqueue(work, bound, handle)
+            self._enqueue(work, handle)
 
-    def _enqueue(self, work: Work, bound: _CutPool, stream: int) -> None:
-        grid = self._launcher.grid
-        if isinstance(work, Fragments):
-            self._copy_given(work.rows, bound, stream)
+    def upload(self, work: Work, stream: Stream) -> DeviceEvent:
+        self._check_open()
+        handle, event = self._streams.handle(stream), self._events.take()
+        if not self._enqueue(work, handle, event.handle):
+            self._events.record_again(event, handle)
+        self._streams.note(handle, event)
+        return event
+
+    def _enqueue(self, work: Work, stream: int, event: int = 0) -> bool:
+        """Enqueue work of any kind. Returns whether ``event`` was recorded behind it, in the same call."""
+        if isinstance(work, StagedRows):
+            launch = self._table_kernels.rows_launch(work, self._launcher.own_address(work.address))
+            return self._kernel("stage_rows").launch(launch, stream, event)
+        if isinstance(work, StagedStep):
+            launch = self._table_kernels.step_launch(work, self._launcher.own_address(work.address))
+            return self._kernel("step_tables").launch(launch, stream, event)
+        if isinstance(work, StagedVectors):
+            rows = [(work.address + first, vector.address, nbytes) for vector, first, nbytes in work.pieces]
+            self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, stream)
+        elif isinstance(work, Fragments):
+            self._copy_given(work.rows, self._pool(), stream)
         elif isinstance(work, TokenMoves):
+            bound, grid = self._pool(), self._launcher.grid
             by_region, cutters = work.by_region(bound.regions), bound.cutters[ALL_LAYERS]
             plans = [(cutter.plan, moves) for region, moves in by_region for cutter in cutters[region]]
             # All are made before the first is enqueued: if one cannot be made, nothing happens.
             for launch in [launch for plan, moves in plans for launch in token_moves(plan, moves, grid)]:
                 self._launcher.launch(launch, stream)
-        elif isinstance(work, StagedRows):
-            address = self._launcher.own_address(work.address)
-            self._kernel("stage_rows").launch(self._table_kernels.rows_launch(work, address), stream)
-        elif isinstance(work, StagedVectors):
-            rows = [(work.address + first, vector.address, nbytes) for vector, first, nbytes in work.pieces]
-            self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, stream)
-        elif isinstance(work, StagedStep):
-            address = self._launcher.own_address(work.address)
-            self._kernel("step_tables").launch(self._table_kernels.step_launch(work, address), stream)
+        return False
 
     def _copy_fragments(self, fragments: Int64s, path: str, stream: int) -> None:
         """Copies by copy engines."""

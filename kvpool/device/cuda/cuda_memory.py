@@ -396,6 +396,9 @@ def allocatable(free: int) -> int:
 
 def gpu_table(target: Any, name: str, vector: bool, itemsize: int) -> Table:
     """An array on the GPU as a table, by ``__cuda_array_interface__`` or DLPack. Raises TypeError or ValueError."""
+    place = _usual_place(target, itemsize)
+    if place is not None:
+        return make_table(name, *place, target, vector, itemsize)
     array = as_strided(name, target)
     if array.memory != "device" or (array.kind, array.itemsize) != ("i", itemsize):
         actual = f"{array.kind}{8 * array.itemsize} in {array.memory} memory"
@@ -403,6 +406,29 @@ def gpu_table(target: Any, name: str, vector: bool, itemsize: int) -> Table:
     if not array.writable:
         raise ValueError(f"{name}: expected an array that can be written, got a read-only one")
     return make_table(name, array.address, array.shape, array.steps, target, vector, itemsize)
+
+
+def _usual_place(target: Any, itemsize: int) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """Address, shape and strides of an array of a GPU whose interface is as usual, in a fraction of the time of
+    ``as_strided``. None for any other, which may be valid."""
+    try:
+        interface: dict[str, Any] = target.__cuda_array_interface__
+        shape, strides, (address, read_only) = interface["shape"], interface.get("strides"), interface["data"]
+        numbers = (address, *shape, *(strides or ()))
+        usual = interface["typestr"] == _TYPES[itemsize] and not read_only and interface.get("mask") is None
+        if not usual or {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= 1 << 62:
+            return None
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+    if strides is None:
+        steps = [itemsize]
+        for extent in shape[:0:-1]:
+            steps.append(steps[-1] * extent)
+        strides = steps[::-1]
+    return (address, tuple(shape), tuple(strides)) if len(strides) == len(shape) else None
+
+
+_TYPES = {size: np.dtype(f"i{size}").str for size in (4, 8)}
 
 
 def _uuid(runtime: Any, index: int) -> bytes:
@@ -471,6 +497,7 @@ class CudaViews(HostViews):
         self, cupy: Any, calls: RuntimeCalls, owned: Mapping[int, object], load: Callable[[str], object]
     ) -> None:
         self._cupy, self._calls, self._owned, self._load = cupy, calls, owned, load
+        self._loaded: set[str] = set()
         self.places = {"device": (dlpack.CUDA, calls.index), "host": (dlpack.CUDA_HOST, 0)}
 
     def array(self, memory: StridedArray) -> Any:
@@ -499,8 +526,9 @@ class CudaViews(HostViews):
         """See ``HostViews.table``. A Numba kernel writes tables that are not vectors, so DeviceError is also raised if
         numba-cuda is not installed."""
         checked = gpu_table(target, name, vector, itemsize)
-        if not vector:
+        if not vector and "stage_rows" not in self._loaded:
             self._load("stage_rows")
+            self._loaded.add("stage_rows")
         return checked
 
     def step(self, arrays: Any) -> StepTargets:

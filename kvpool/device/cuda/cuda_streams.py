@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamGone
+from kvpool.device.cuda import native
 from kvpool.device.cuda.runtime import GONE, NOT_READY, USABLE, RuntimeCalls, own_name, state_of
 from kvpool.errors import DeviceError
 
@@ -65,8 +66,7 @@ class EventPool:
     def record_again(self, event: CudaEvent, stream: int) -> None:
         """Record an event that nothing waits for any more."""
         event.done = False
-        with self._calls("cudaEventRecord") as runtime:
-            runtime.eventRecord(event.handle, stream)
+        native.check(self._calls, native.record(self._calls.functions, event.handle, stream))
 
     def wait(self, stream: int, event: CudaEvent) -> None:
         """Have a stream wait for an event."""
@@ -77,11 +77,11 @@ class EventPool:
     def query(self, event: CudaEvent) -> bool:
         """Whether an event is complete."""
         if not event.done:
-            with self._calls("cudaEventQuery", unsafe=True) as runtime:
-                status = self._calls.driver.query(event.handle)
-                if status == NOT_READY:
+            result = native.query(self._calls.functions, event.handle)
+            if result:
+                if native.failure(result)[1] == NOT_READY:
                     return False
-                runtime.check_status(status)
+                native.check(self._calls, result)
             event.done = True
         return True
 
@@ -150,7 +150,7 @@ class UsedStreams:
 
     def handle(self, stream: Stream) -> int:
         """The handle of a stream, for work. ``synchronize`` waits for it from now on, until it is known to be idle."""
-        if stream.handle in self.own_handles:
+        if stream.handle in self._used or stream.handle in self.own_handles:
             return stream.handle
         stream = own_name(stream)
         if stream.handle not in self._used:
@@ -169,17 +169,20 @@ class UsedStreams:
     def record(self, stream: Stream) -> CudaEvent:
         """An event of a stream. Raises DeviceError, StreamGone."""
         handle = self.handle(stream)
-        if handle in self.own_handles:
-            return self._events.record(handle)
         try:
             event = self._events.record(handle)
         except DeviceError as error:
-            if error.sticky or state_of(self._calls, self._used[handle][0]) != GONE:
+            if handle in self.own_handles or error.sticky or state_of(self._calls, self._used[handle][0]) != GONE:
                 raise
             self._lost.add(handle)
             raise StreamGone(str(error)) from error
-        self._used[handle] = self._used[handle][0], event
+        self.note(handle, event)
         return event
+
+    def note(self, handle: int, event: CudaEvent) -> None:
+        """Note an event that was recorded behind work on a stream that ``handle`` returned."""
+        if handle not in self.own_handles:
+            self._used[handle] = self._used[handle][0], event
 
     def synchronize(self, closing: bool = False) -> None:
         """Wait for these streams, and for the default stream. Raises DeviceError.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 from llvmlite import ir
@@ -20,20 +22,30 @@ from numba.core import cgutils
 from kvpool.common.arrays import Int64s
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import Code, address_of, array_at, primitive
-from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.fragments import UNIT, tabulate_blocks, tabulate_fragments
 from kvpool.device.launches import COUNT_MAX, FEW_ROWS, HEADER_BYTES, PIECE_WORDS, ROW_BYTES, WARP
 from kvpool.errors import DeviceError
 
-FUNCTIONS = ("cuLaunchKernel", "cuEventRecord", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
-LAUNCH, RECORD, CURRENT, PUSH, POP, CONTEXT = range(6)
+FUNCTIONS = (
+    "cuLaunchKernel",
+    "cuEventRecord",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuEventQuery",
+    "cuStreamIsCapturing",
+    "cuThreadExchangeStreamCaptureMode",
+)
+LAUNCH, RECORD, CURRENT, PUSH, POP, QUERY, CAPTURING, EXCHANGE, CONTEXT = range(9)
 """The entries of ``driver``: the addresses of ``FUNCTIONS``, and the context of the GPU."""
 ROWS, ROOM, STREAM, EVENT, MOST, RECORDED = range(6)
 """The entries of ``to``: where the rows go, and how many fit; the handles of stream and event; the most thread blocks;
 the last one is an answer. Without an event (0), the rows are at most ``SOME_ROWS``, and go into the argument of the
 launch: there is room for the rest of it before them."""
+CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 _FUNCTION_BITS = 3
-_FRAME_WORDS = 4
+_FRAME_WORDS = 16
 
 
 def _plain_call(address: int, arguments: tuple[int, ...]) -> int:
@@ -119,6 +131,63 @@ def launch(driver: Int64s, function: int, grid: Int64s, words: Int64s, places: I
 
 
 @jit
+def launch_numbers(driver: Int64s, function: int, numbers: Int64s, stream: int, event: int) -> int:
+    """Launch a kernel whose arguments are all of 64 bits, and record the event behind it; none if ``event`` is 0.
+
+    ``numbers`` has the thread blocks in two dimensions, the threads of one, and the arguments, ``_FRAME_WORDS`` at
+    most."""
+    first, place = address_of(numbers) + 24, frame()
+    addresses = array_at(place, (_FRAME_WORDS,), np.int64)
+    for i in range(numbers.shape[0] - 3):
+        addresses[i] = first + 8 * i
+    failed, pushed = _enter(driver)
+    if not failed:
+        failed = _launch(driver, function, numbers[0], numbers[1], numbers[2], place, stream)
+        if event and not failed:
+            failed = _failed(call_c(driver[RECORD], (event, stream)), RECORD)
+    _leave(driver, pushed)
+    return failed
+
+
+@jit
+def record(driver: Int64s, event: int, stream: int) -> int:
+    """Record an event. Returns 0 or what has failed."""
+    failed, pushed = _enter(driver)
+    if not failed:
+        failed = _failed(call_c(driver[RECORD], (event, stream)), RECORD)
+    _leave(driver, pushed)
+    return failed
+
+
+@jit
+def query(driver: Int64s, event: int) -> int:
+    """Query an event, also while this thread or another one captures. Returns 0 if it is complete, or what has failed:
+    "not ready" is a failure too."""
+    mode = frame()
+    array_at(mode, (1,), np.int64)[0] = CAPTURE_RELAXED
+    call_c(driver[EXCHANGE], (mode,))
+    failed, pushed = _enter(driver)
+    if not failed:
+        failed = _failed(call_c(driver[QUERY], (event,)), QUERY)
+    _leave(driver, pushed)
+    call_c(driver[EXCHANGE], (mode,))
+    return failed
+
+
+@jit
+def is_capturing(driver: Int64s, stream: int) -> int:
+    """Whether a stream is being captured: 0, or -1 if it is. Else what has failed."""
+    place = frame()
+    state = array_at(place, (1,), np.int64)
+    state[0] = 0
+    failed, pushed = _enter(driver)
+    if not failed:
+        failed = _failed(call_c(driver[CAPTURING], (stream, place)), CAPTURING)
+    _leave(driver, pushed)
+    return failed if failed else -1 if state[0] else 0
+
+
+@jit
 def _copy_rows(driver: Int64s, to: Int64s, kernels: Int64s, count: int, words: int) -> int:
     """Launch the copies of ``count`` rows, the longest of ``words``, and record the event behind them, if there is one.
     ``kernels`` are those of ``SIZES``, and the threads of a block. Returns 0 or what has failed."""
@@ -174,7 +243,13 @@ def load() -> None:
             call.compile((numbers, numbers, rows, rows, kind))
 
 
-def find_functions(driver: Driver, context: int | None) -> Int64s:
+class Addresses(Protocol):
+    """``runtime.Driver``, as far as it is needed here."""
+
+    def addresses(self, names: Collection[str]) -> list[int] | None: ...
+
+
+def find_functions(driver: Addresses, context: int | None) -> Int64s:
     """What the functions of this module take as ``driver``. Raises DeviceError if the driver lacks one."""
     addresses = driver.addresses(FUNCTIONS)
     if addresses is None or context is None:
@@ -182,7 +257,7 @@ def find_functions(driver: Driver, context: int | None) -> Int64s:
     return np.array([*addresses, context], np.int64)
 
 
-def check(calls: RuntimeCalls, result: int) -> None:
+def check(calls: Callable[[str], AbstractContextManager[Any]], result: int) -> None:
     """Raise what a result means: DeviceError, MemoryError."""
     if result:
         function, status = failure(result)

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvpool.common.arrays import Int64s
 from kvpool.device.base import NULL_STREAM, Stream, StreamGone, stream_argument
+from kvpool.device.cuda import native
 from kvpool.device.regions import BYTES, FROM, TO
 from kvpool.errors import DeviceError
 
@@ -32,7 +33,6 @@ _SOURCE_IN_STREAM_ORDER = 1
 
 # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, _RANGE_START_ADDR and _RANGE_SIZE
 _DEVICE_ORDINAL, _RANGE_START, _RANGE_SIZE = 9, 11, 12
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
 
 Batch = Callable[[Int64s, int], int]
@@ -133,7 +133,6 @@ class Driver:
         self._push = _function(driver, "cuCtxPushCurrent_v2", _pointer)
         self._pop = _function(driver, "cuCtxPopCurrent_v2", _pointer)
         self._attribute = _function(driver, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
-        self._query = _function(driver, "cuEventQuery", _pointer)
         self._exchange = _function(driver, "cuThreadExchangeStreamCaptureMode", _pointer)
         self._library = driver
 
@@ -199,15 +198,10 @@ class Driver:
         """Restore what was current before ``push``: another context, or none."""
         self._pop(ctypes.byref(ctypes.c_void_p()))
 
-    def query(self, event: int) -> int:
-        """Query an event. The runtime's own query would leave "not ready" as the last error of this thread. Other code
-        that shares the runtime would take that for a failed launch of its own."""
-        return self._query(event)
-
     def relax(self) -> ctypes.c_int:
         """Let calls of this thread pass while other threads capture, without ending a capture. Returns the argument of
         ``restore``."""
-        mode = ctypes.c_int(_RELAXED)
+        mode = ctypes.c_int(native.CAPTURE_RELAXED)
         self._exchange(ctypes.byref(mode))
         return mode
 
@@ -315,7 +309,8 @@ def is_registered_already(error: BaseException | None) -> bool:
 
 
 class RuntimeCalls:
-    """The runtime of one device. ``runtime`` is CuPy's ``cuda.runtime``. Thread-safe."""
+    """The runtime of one device. ``runtime`` is CuPy's ``cuda.runtime``. ``functions`` are those of the driver for
+    ``native``. Thread-safe."""
 
     def __init__(self, runtime: Any, index: int, driver: Driver) -> None:
         self.runtime, self.index, self.driver = runtime, index, driver
@@ -323,6 +318,7 @@ class RuntimeCalls:
         status, self.context = driver.primary_context(index)
         with _Call(self, "cuDevicePrimaryCtxRetain", False):
             runtime.check_status(status)
+        self.functions = native.find_functions(driver, self.context)
 
     def __call__(self, what: str, *, unsafe: bool = False) -> AbstractContextManager[Any]:
         """A context manager in which the calling thread can use the runtime, on its device. At the end the thread has
@@ -424,16 +420,16 @@ USABLE, CAPTURED, GONE = "usable", "captured", "gone"
 def state_of(calls: RuntimeCalls, stream: Stream) -> str:
     """One of ``USABLE``, ``CAPTURED`` and ``GONE``. Nothing is promised for a stream that was destroyed: its handle may
     be another stream's by now. Changes no capture. Raises DeviceError."""
-    with calls("cudaStreamIsCapturing") as runtime:
-        try:
-            return CAPTURED if runtime.streamIsCapturing(stream.handle) else USABLE
-        except RuntimeError as error:
-            if status_of(error) == INVALID_HANDLE:
-                return GONE
-            # A capture that has failed has no status. The default stream has a status that says so.
-            if status_of(error) not in (None, *CAPTURING):
-                raise
-            return CAPTURED
+    result = native.is_capturing(calls.functions, stream.handle)
+    if result <= 0:
+        return CAPTURED if result else USABLE
+    status = native.failure(result)[1]
+    if status == INVALID_HANDLE:
+        return GONE
+    # The default stream has a status that says so.
+    if status not in CAPTURING:
+        native.check(calls, result)
+    return CAPTURED
 
 
 def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:

@@ -3,7 +3,7 @@ Import this only to launch or compile them: it needs the extra ``cuda12`` or ``c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
+from kvpool.common.arrays import Int64s
+from kvpool.common.jit import jit
 from kvpool.device.cuda import native
 from kvpool.device.cuda.runtime import LEGACY_STREAM, RuntimeCalls
 from kvpool.device.work import NAMES, StagedRows, StagedStep, ids_bytes, numbers_bytes
@@ -159,37 +161,39 @@ def compiled(name: str, index: int) -> Any:
     return cuda.jit(KERNELS[name].signature)(KERNELS[name].function)
 
 
-class TableLaunch(NamedTuple):
-    """What Numba needs for a launch."""
-
-    thread_blocks: int | tuple[int, int]
-    threads: int
-    arguments: Sequence[int]
-
-
-def rows_launch(staged: StagedRows, address: int) -> TableLaunch:
-    """The launch that writes staged rows. ``address`` is that of the buffer, for kernels."""
-    threads = min(ROW_THREADS, -(-staged.columns // _WARP) * _WARP)
-    chunks = -(-staged.columns // threads)
-    numbers = address + int(ids_bytes(staged.rows, staged.width))
-    shape = staged.planes, staged.rows, staged.width, staged.columns
-    table = staged.table.address, staged.table.strides[-2] // 4
+@jit
+def _fill_rows(
+    launch: Int64s, address: int, planes: int, rows: int, width: int, columns: int, table: int, stride: int
+) -> None:
+    threads = min(ROW_THREADS, -(-columns // _WARP) * _WARP)
+    chunks = -(-columns // threads)
     # The grid has chunks of columns by rows, so that no thread divides.
-    rows = min(max(1, _THREAD_BLOCKS // chunks), max(-(-_FEWEST // chunks), staged.rows))
-    return TableLaunch((chunks, rows), threads, [address, numbers, *shape, *table])
+    launch[0], launch[2] = chunks, threads
+    launch[1] = min(max(1, _THREAD_BLOCKS // chunks), max(-(-_FEWEST // chunks), rows))
+    launch[3], launch[4] = address, address + ids_bytes(rows, width)
+    launch[5], launch[6], launch[7], launch[8] = planes, rows, width, columns
+    launch[9], launch[10] = table, stride // 4
 
 
-def step_launch(staged: StagedStep, address: int) -> TableLaunch:
-    """The launch that writes a staged step. ``address`` is that of the buffer, for kernels."""
+def rows_launch(staged: StagedRows, address: int) -> Int64s:
+    """The launch that writes staged rows, as ``native.launch_numbers`` takes it. ``address`` is that of the buffer, for
+    kernels."""
+    table, launch = staged.table, np.empty(11, np.int64)
+    _fill_rows(launch, address, *staged[3:], table.address, table.strides[-2])
+    return launch
+
+
+def step_launch(staged: StagedStep, address: int) -> Int64s:
+    """The launch that writes a staged step, likewise."""
     *addresses, row_stride, columns = staged.targets.places.tolist()
     wanted = sum(1 << k for k, name in enumerate(NAMES) if name in staged.targets.tables)
     most = max(staged.columns, columns, 1)
     threads = min(THREADS, -(-most // _WARP) * _WARP)
     chunks = -(-most // threads)
+    grid = min(_THREAD_BLOCKS, max(_FEWEST, staged.sequences * chunks)), 1, threads
     read = address, address + int(numbers_bytes(staged.sequences)), staged.sequences
     shape = chunks, staged.tokens_per_block, staged.sinks
-    arguments = [*read, *shape, wanted, *addresses, row_stride // 4, columns]
-    return TableLaunch(min(_THREAD_BLOCKS, max(_FEWEST, staged.sequences * chunks)), threads, arguments)
+    return np.array([*grid, *read, *shape, wanted, *addresses, row_stride // 4, columns], np.int64)
 
 
 class TableKernel:
@@ -197,7 +201,6 @@ class TableKernel:
 
     def __init__(self, name: str, calls: RuntimeCalls) -> None:
         self._name, self._calls = name, calls
-        self._driver = native.find_functions(calls.driver, calls.context)
         with calls(name, unsafe=True):
             try:
                 self._kernel = compiled(name, calls.index)
@@ -205,24 +208,24 @@ class TableKernel:
             except Exception as error:  # Numba, its compiler and the driver have own errors.
                 raise DeviceError(f"{name} cannot be compiled: {type(error).__name__}: {error}") from error
 
-    def launch(self, launch: TableLaunch, stream: int) -> None:
-        """Enqueue the kernel: by ``native`` where its handle is known, since Numba takes tens of microseconds. Raises
-        DeviceError."""
+    def launch(self, launch: Int64s, stream: int, event: int = 0) -> bool:
+        """Enqueue the kernel: by ``native`` where its handle is known, since Numba takes tens of microseconds. Returns
+        whether ``event``, if it is not 0, was recorded behind it. Raises DeviceError."""
         if self._handle:
-            blocks = launch.thread_blocks if isinstance(launch.thread_blocks, tuple) else (launch.thread_blocks, 1)
-            numbers = np.array(launch.arguments, np.int64)
-            grid = np.array([*blocks, launch.threads], np.int64)
-            what = self._handle, grid, numbers, np.empty_like(numbers)
-            try:
-                native.check(self._calls, native.launch(self._driver, *what, stream))
-            except (DeviceError, MemoryError) as error:
-                raise DeviceError(f"{self._name}: {error}", sticky=getattr(error, "sticky", False)) from error
-            return
+            result = native.launch_numbers(self._calls.functions, self._handle, launch, stream, event)
+            if result:
+                try:
+                    native.check(self._calls, result)
+                except (DeviceError, MemoryError) as error:
+                    raise DeviceError(f"{self._name}: {error}", sticky=getattr(error, "sticky", False)) from error
+            return True
+        x, y, threads, *arguments = launch.tolist()
         with self._calls(self._name):
             try:
-                self._kernel[launch.thread_blocks, launch.threads, _stream(stream)](*launch.arguments)
+                self._kernel[(x, y), threads, _stream(stream)](*arguments)
             except Exception as error:
                 raise DeviceError(f"{self._name}: {type(error).__name__}: {error}") from error
+        return False
 
 
 def _handle_of(kernel: Any) -> int:

@@ -156,7 +156,9 @@ def planes_argument(table: Table, scale: object, v_offset: object, ids: int) -> 
     The shape is [rows, columns]. If ``v_offset`` is given, [2] for K and V comes before it. If ``scale`` is a list,
     [pools] comes first. ``ids`` is the number of possible block ids. Raises TypeError or ValueError.
     """
-    return _planes(table.shape, table.strides, _integers("scale", scale, 1), _integers("v_offset", v_offset, 0), ids)
+    if type(scale) is not int or v_offset is not None:
+        scale, v_offset = _integers("scale", scale, 1), _integers("v_offset", v_offset, 0)
+    return _planes(table.shape, table.strides, scale, v_offset, ids)
 
 
 def _integers(name: str, value: Any, low: int) -> Any:

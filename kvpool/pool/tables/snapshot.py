@@ -12,10 +12,10 @@ import numpy as np
 from kvpool.common.arrays import Int64s
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import array_at, memcpy
-from kvpool.device.base import Device, Stream
+from kvpool.device.base import NULL_STREAM
 from kvpool.device.work import OFFSET, SCALE, START, StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
-from kvpool.errors import DeviceError
 from kvpool.pool.tables.staging import Buffer, Staging
+from kvpool.pool.transfer.transfer import Transfer
 from kvpool.state.records import NONE, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, H, group_at, sequences_of
 from kvpool.state.requests import holes
 from kvpool.state.sequences import check, stream_of
@@ -189,20 +189,18 @@ def stage_csr(groups, g, ids, address, nbytes, room):  # type: ignore[no-untyped
 
 
 class BlockTableUpload(ABC):
-    """Block tables on their way into ``targets``. After the decision, ``enqueue`` has the device read them.
+    """Block tables on their way into ``targets``, on ``stream``. After the snapshot, ``enqueue`` has the device read
+    them.
 
-    ``retained`` says that the buffer no longer belongs to the call, ``begun`` that the device may read it, and
-    ``cancelled`` that the call has ended by an exception. ``errors`` say why the device did not accept all of it. What
-    is ``captured`` belongs to a graph, which writes the targets. Its shape does not change: ``least`` columns are
-    staged of every sequence.
+    ``begun`` says that the device may read the buffer. What is ``captured`` belongs to a graph, which writes the
+    targets. Its shape does not change: ``least`` columns are staged of every sequence.
     """
 
-    captured, least = False, 0
+    captured, least, begun = False, 0, False
+    stream = NULL_STREAM
 
     def __init__(self, targets: Sequence[Table]) -> None:
         self.targets = targets
-        self.errors = list[DeviceError]()
-        self.retained = self.begun = self.cancelled = False
 
     def capture(self, columns: int) -> None:
         """Make it that of a graph, in a pool whose sequences have up to ``columns`` columns."""
@@ -229,28 +227,18 @@ class BlockTableUpload(ABC):
     def work(self, buffer: Buffer, staged: int) -> Work:
         """What the device has to do."""
 
-    def enqueue(self, staging: Staging, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+    def enqueue(self, transfer: Transfer, staging: Staging, buffer: Buffer, staged: int) -> None:
         """Have the device write the targets; those of a graph are written when it is replayed. The caller holds the
-        transfer lock. It may be called again if an exception has ended it. Raises DeviceError if the device can order
-        no more work."""
-        if not self.captured and buffer.user is not self:
-            return  # It is retained already, or its call was interrupted before this.
-        try:
-            if not self.captured and not self.cancelled:
-                self.begun = True
-                device.enqueue(self.work(buffer, staged), stream)
-        except DeviceError as error:
-            if error.sticky:
-                raise
-            # Some of it may be enqueued, and read the buffer.
-            self.errors.append(error)
-        # Behind this comes the replay: from now on the device waits for this stream when it closes.
-        event = device.record(stream)
+        transfer lock. Raises DeviceError."""
+        self.begun = True
+        event, refused = transfer.upload(None if self.captured else self.work(buffer, staged), self.stream)
         if self.captured:
-            buffer.replays = stream
+            # Behind this event comes the replay: from now on the device waits for this stream when it closes.
+            buffer.replays = self.stream
         else:
-            staging.retain(buffer, stream, event, self.targets)
-        self.retained = True
+            staging.retain(buffer, self.stream, event, self.targets)
+        if refused:
+            raise refused.pop()  # Whoever kept it would be kept by its frames.
 
 
 class DenseTableUpload(BlockTableUpload):
@@ -261,7 +249,7 @@ class DenseTableUpload(BlockTableUpload):
     """
 
     def __init__(self, table: Table, planes: Int64s, rows: Int64s, columns: int, cut: bool) -> None:
-        super().__init__([table])
+        self.targets: Sequence[Table] = (table,)
         self.planes, self.rows, self.columns, self.cut = planes, rows, columns, cut
 
     def capture(self, columns: int) -> None:
@@ -271,7 +259,7 @@ class DenseTableUpload(BlockTableUpload):
         return int(dense_room(groups, g, ids, len(self.planes), len(self.rows), self.columns, self.least))
 
     def stage(self, groups: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
-        room = buffer.address, buffer.array.nbytes
+        room = buffer.address, buffer.nbytes
         width = int(stage_dense(groups, g, ids, self.rows, self.planes, *room, self.columns, self.least, self.cut))
         if width == TOO_LARGE:
             raise ValueError(
@@ -297,7 +285,7 @@ class CsrTableUpload(BlockTableUpload):
 
     def stage(self, groups: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         available = self.targets[1].shape[0]
-        total = int(stage_csr(groups, g, ids, buffer.address, buffer.array.nbytes, min(available, _INT32_MAX)))
+        total = int(stage_csr(groups, g, ids, buffer.address, buffer.nbytes, min(available, _INT32_MAX)))
         if total == TOO_LARGE:
             least = groups[g, H.detail]
             raise ValueError(

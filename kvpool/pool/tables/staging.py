@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol, cast
 
 from kvpool.common.arrays import Uint8s
@@ -27,10 +28,10 @@ class Buffer:
     is the stream of the graph that reads it, if one does. ``user`` is the upload that a call of ``thread`` stages in
     it."""
 
-    __slots__ = ("address", "array", "event", "replays", "tables", "thread", "user")
+    __slots__ = ("address", "array", "event", "nbytes", "replays", "tables", "thread", "user")
 
     def __init__(self, array: Uint8s) -> None:
-        self.array, self.address = array, array.ctypes.data
+        self.array, self.address, self.nbytes = array, array.ctypes.data, array.nbytes
         self.event: DeviceEvent | None = None
         self.replays: Stream | None = None
         self.tables: Sequence[Table] = ()
@@ -42,7 +43,7 @@ class Upload(Protocol):
     """What needs a buffer: see ``BlockTableUpload``."""
 
     begun: bool
-    cancelled: bool
+    stream: Stream
 
 
 class Staging:
@@ -72,8 +73,9 @@ class Staging:
         Raises DeviceError, MemoryError, PoolClosed.
         """
         me = threading.get_ident()
-        for left in [buffer.user for buffer in list(self._buffers) if buffer.user is not None and buffer.thread == me]:
-            self.cancel(left)
+        for left in tuple(self._buffers):
+            if left.thread == me and left.user is not None:
+                self.cancel(left.user)
         try:
             while True:
                 with self._lock:
@@ -95,15 +97,18 @@ class Staging:
         be freed."""
         if self._closed:
             raise PoolClosed("the pool is closed")
-        self._free.sort(key=_size)
+        chosen = None
         for buffer in self._free:
-            if buffer.array.nbytes >= nbytes:
-                buffer.user, buffer.thread = user, threading.get_ident()
-                self._free.remove(buffer)
-                return buffer, None
+            if buffer.nbytes >= nbytes and (chosen is None or buffer.nbytes < chosen.nbytes):
+                chosen = buffer
+        if chosen is not None:
+            chosen.user, chosen.thread = user, threading.get_ident()
+            self._free.remove(chosen)
+            return chosen, None
         if len(self._buffers) < self.depth or not self._free:
             return None, None
-        spare = self._free.pop(0)
+        spare = min(self._free, key=attrgetter("nbytes"))
+        self._free.remove(spare)
         self._buffers.remove(spare)
         return None, spare
 
@@ -125,16 +130,18 @@ class Staging:
             self._free.append(buffer)
 
     def cancel(self, user: Upload) -> None:
-        """Return the buffer of an upload whose call has ended by an exception. If the device may read it already, the
-        next call that enqueues retains it."""
+        """Return the buffer of an upload whose call has ended by an exception. If the device may read it already, it is
+        retained. Raises DeviceError."""
         with self._transfer.lock:
-            user.cancelled = True
-            with self._lock:
-                for buffer in self._buffers if not user.begun else ():
-                    if buffer.user is user:
+            for buffer in [buffer for buffer in self._buffers if buffer.user is user]:
+                if not user.begun:
+                    with self._lock:
                         buffer.user = None
                         if buffer not in self._free:
                             self._free.append(buffer)
+                elif self._transfer.broken is None:
+                    event, _ = self._transfer.upload(None, user.stream)
+                    self.retain(buffer, user.stream, event, buffer.tables)
 
     def retain(self, buffer: Buffer, stream: Stream, event: DeviceEvent, tables: Sequence[Table]) -> None:
         """Keep a buffer that the device reads on ``stream`` until ``event`` is complete. By then it has written
@@ -211,10 +218,6 @@ class Staging:
             self._retained.clear()
         for buffer in buffers:
             self._device.free(buffer.array)
-
-
-def _size(buffer: Buffer) -> int:
-    return buffer.array.nbytes
 
 
 def _is_complete(device: Device, event: Any) -> bool:

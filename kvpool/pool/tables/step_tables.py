@@ -219,7 +219,7 @@ class StepTableUpload(BlockTableUpload):
         return int(step_room(groups, g, ids, self.count, self.least))
 
     def stage(self, groups: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
-        numbers, room = np.empty((self.count + 1, 4), np.int64), (buffer.address, buffer.array.nbytes)
+        numbers, room = np.empty((self.count + 1, 4), np.int64), (buffer.address, buffer.nbytes)
         most = int(stage_step(groups, g, ids, self.first, self.counts, self.step.limits, numbers, *room))
         refuse_step(groups, g, ids, most)
         self._group = int(groups[g, H.width]), int(groups[g, H.sinks])

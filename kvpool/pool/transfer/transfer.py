@@ -32,7 +32,7 @@ from kvpool.common.process import Process
 from kvpool.common.threads import Worker
 from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream, StreamGone
 from kvpool.device.regions import SOURCE, TARGET, TICKET, Layers
-from kvpool.device.work import TokenMoves
+from kvpool.device.work import TokenMoves, Work
 from kvpool.errors import DeviceError
 from kvpool.pool.transfer.levels import Levels
 from kvpool.pool.transfer.traffic import Traffic
@@ -59,15 +59,13 @@ class Decision(NamedTuple):
     moves int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the copy
     ops.
 
-    ``behind`` is called when all of these are enqueued, with the transfer lock held. ``loads`` gets the events of what
-    is loaded by layers. ``levels`` are the copy ops, cut, once somebody has cut them.
+    ``loads`` gets the events of what is loaded by layers. ``levels`` are the copy ops, cut, once somebody has cut them.
     """
 
     ticket: int
     copy_ops: Int64s
     token_moves: Int64s
     accesses: Int64s
-    behind: Callable[[], object] | None
     loads: LayerEvents | None
     levels: list[tuple[Int64s, int]]
 
@@ -95,6 +93,8 @@ class Transfer:
         # The copy ops, token moves and accesses that a decision has left in each group. Every call asks twice whether
         # there are any.
         self._left = [row[H.copy_ops : H.accesses + 1].data for row in states.groups]
+        # The stream that a decision names, in each group.
+        self._named = [row[H.stream : H.stream + 1].data for row in states.groups]
         self._nothing = [np.zeros(3, np.int64).data for _ in self._left]
         # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
         self.lock: Any = threading.RLock()
@@ -128,18 +128,12 @@ class Transfer:
         # Parts with locks of their own add them.
         self.forks = Process("pool")
         self.forks.guard(self, "lock", "state_lock")
-        self._behind: Callable[[], object] | None = None
         self._loads: LayerEvents | None = None
 
     @property
     def guards(self) -> int:
         """The rules that are on, as ``kvpool.state.records`` names them. All are on, except in a test."""
         return self._numbers[H.guards]
-
-    def put_behind(self, call: Callable[[], object]) -> None:
-        """Have ``call`` enqueue more work after the decision that is being made. If it raises DeviceError, the device
-        counts as broken. The caller holds the state lock."""
-        self._behind = call
 
     def put_layers(self, loads: LayerEvents) -> None:
         """Load layer by layer what the decision that is being made loads. The caller holds the state lock, and lets its
@@ -156,7 +150,7 @@ class Transfer:
 
         A destructor may decide in the middle of this. It collects what it finds in the buffers before its own decision.
         """
-        while self._left != self._nothing or self._notes or self._behind is not None:
+        while self._left != self._nothing or self._notes:
             moved, shifts, noted = map(sum, zip(*self._left, strict=True))
             copy_ops, accesses = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
             shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
@@ -176,8 +170,8 @@ class Transfer:
         if ticket > self._enqueued and ticket not in self._queue:
             noted.update(self._notes)
             accesses = np.concatenate([*noted.values(), accesses])
-            self._queue[ticket] = Decision(ticket, copy_ops, token_moves, accesses, self._behind, self._loads, [])
-        self._behind = self._loads = None
+            self._queue[ticket] = Decision(ticket, copy_ops, token_moves, accesses, self._loads, [])
+        self._loads = None
         for number in noted:
             self._notes.pop(number, None)
         if self._changes.hold is None:
@@ -205,9 +199,7 @@ class Transfer:
             return False
         if not self.guards & records.HANDED_OUT_IS_ENQUEUED:
             return True
-        return not any(
-            len(batch.accesses) or len(batch.token_moves) or batch.behind is not None for batch in self._queue.values()
-        )
+        return not any(len(batch.accesses) or len(batch.token_moves) for batch in self._queue.values())
 
     def drain_later(self) -> None:
         """``drain`` in the thread of this pool. All calls but those whose decisions may lag too wait for it. In a child
@@ -222,6 +214,8 @@ class Transfer:
         no lock."""
         try:
             self.drain()
+            with self.lock:
+                pass  # An upload that found the pool open is enqueued now.
         finally:
             self._worker.close()
 
@@ -333,15 +327,18 @@ class Transfer:
         ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
         ValueError if work cannot be enqueued on the stream of one of them now; nothing has been decided then.
         """
-        groups = self._states.groups
-        before = groups[0, records.H.stream]
+        named = self._named
+        before = named[0][0]
         if stream is None and ids is not None:
             self.check_streams(ids)
         try:
-            groups[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)
+            slot = records.NONE if stream is None else self.slot(stream)
+            for place in named:
+                place[0] = slot
             return make(call)
         finally:
-            groups[:, records.H.stream] = before
+            for place in named:
+                place[0] = before
 
     def check_streams(self, ids: Int64s) -> None:
         """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
@@ -397,8 +394,6 @@ class Transfer:
             self._attempt_order(self.order.hold_back, batch.accesses, self.guards, self._loaded)
         if len(batch.token_moves):
             self._move_tokens(batch.token_moves, batch.ticket)
-        if batch.behind is not None:
-            self._attempt_order(batch.behind)
         with self.state_lock, self._changes:
             lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
             end = partial(self._count_as_enqueued, batch.ticket)
@@ -492,6 +487,28 @@ class Transfer:
                 self._attempt_order(order.accessed, np.array(read, np.int64))
             self._shifted += 1
             self._shifting = False
+
+    def upload(self, work: Work | None, stream: Stream) -> tuple[DeviceEvent, list[DeviceError]]:
+        """Enqueue staged tables. Returns an event behind what is enqueued, and why the device refused some of it. With
+        None, only the event.
+
+        The caller holds the transfer lock. Raises DeviceError if the device can order no more work: it counts as broken
+        then.
+        """
+        refused = list[DeviceError]()
+        try:
+            try:
+                if work is not None:
+                    return self._device.upload(work, stream), refused
+            except DeviceError as error:
+                if error.sticky:
+                    raise
+                refused.append(error)
+            return self._device.record(stream), refused
+        except BaseException as error:
+            self.fail(self._failed(error))
+        # Not inside the handler: whoever kept the first error would be kept by its frames.
+        raise DeviceError(f"the device has failed: {self.broken}", sticky=True)
 
     def _attempt_order(self, call: Callable[..., object], *args: Any) -> None:
         """Call the device, if it still works. If streams cannot be ordered, it counts as broken, since somebody would
