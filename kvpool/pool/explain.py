@@ -65,7 +65,7 @@ class Missed(NamedTuple):
         - "after_miss": the block is cached, but one before it is not.
         - "never_seen": it was never cached.
         - "unknown": the history that the pool keeps is too short.
-        - "always_computed": the last token, and a last block that is not full.
+        - "always_computed": the last token, and the tokens of its block that are not reused.
         - "bypassed": the prompt has ``reuse=False``.
     ago_ms : int or None
         Time since the last of them left the cache, in milliseconds, if it is known.
