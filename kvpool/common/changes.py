@@ -238,13 +238,17 @@ class LockHold(_Change):
         return self._thread == get_ident() and self.is_held
 
     def _made(self) -> Any:
-        if self._ref is _no_generator:
-            self._generator = self._held()
-            self._ref = weakref.ref(self._generator)
         if self._thread:
             raise RuntimeError("exclusive: expected a new context manager for each block, got one that was entered")
+        self._make_generator()
         self.ask()
         return self._ref()
+
+    def _make_generator(self) -> None:
+        """Make the generator if it is missing: at first, and after a refused attempt to enter has dropped it."""
+        if self._ref() is None and not self._thread:
+            self._generator = self._held()
+            self._ref = weakref.ref(self._generator)
 
     def _held(self) -> Generator[None, None, None]:
         with self._lock:
@@ -255,8 +259,7 @@ class LockHold(_Change):
             yield
 
     def _made_end(self) -> Callable[..., None]:
-        if self._generator is None:
-            self._made()
+        self._make_generator()  # CPython 3.14 reads __exit__ before __enter__
         end = partial(self._end)
         end.generator, self._generator = self._generator, None  # type: ignore[attr-defined]
         return end

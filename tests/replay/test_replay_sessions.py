@@ -205,7 +205,7 @@ def test_a_wrong_file_of_a_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot be read: it is a folder without \*.json"):
         read_trace(str(tmp_path))
     (tmp_path / "a.json").write_text(json.dumps(RECORDED))
-    (tmp_path / "b.json").write_text('{\n"id": 1,\n}')
+    (tmp_path / "b.json").write_text('{\n"id": 1\n,,}')
     with pytest.raises(TraceError, match="b.json, line 3: not JSON"):
         read_trace(str(tmp_path))
 
