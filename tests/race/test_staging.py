@@ -98,6 +98,32 @@ def test_a_stalled_stream_keeps_no_other_waiting(runs: Runs) -> None:
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
+class Interrupted:
+    """An upload whose call has ended right after its buffer was retained, and before that was noted."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.begun, self.stream = True, stream
+
+
+def test_an_upload_that_ends_when_it_is_retained_leaves_its_buffer_there_once() -> None:
+    lab, (first, other) = Lab(8, 0), (target(1, 4), target(1, 4))
+    sequence, staging = lab.add([1, 2, 3]), lab.cache._staging
+    gate, upload = lab.sim.stall(lab.a), Interrupted(lab.a)
+    buffer = staging.take(64, lab.a, upload)
+    staging.retain(buffer, lab.a, lab.sim.record(lab.a), ())
+    buffer.user = upload
+    another = threading.Thread(target=lab.cache.tables.copy_batch_block_offsets, args=(first, sequence.id))
+    another.start()
+    another.join()
+    staging.cancel(upload)
+    assert buffer.user is None and staging.retained == 2
+    gate.open()
+    lab.cache.tables.copy_batch_block_offsets(other, sequence.id)
+    lab.sim.synchronize()
+    assert staging.retained == 0 and (first == other).all()
+    assert not lab.findings()
+
+
 class Slow(WrappedDevice):
     """Stages at once, and says so when a test lets it; ``waiting`` is set while somebody waits for an event."""
 

@@ -133,13 +133,19 @@ class Staging:
         """Return the buffer of an upload whose call has ended by an exception. If the device may read it already, it is
         retained. Raises DeviceError."""
         with self._transfer.lock:
-            for buffer in [buffer for buffer in self._buffers if buffer.user is user]:
-                if not user.begun:
-                    with self._lock:
+            with self._lock:
+                # The call may have ended right after it had retained its buffer.
+                kept = [buffer for _, buffer in self._retained]
+                mine = [buffer for buffer in self._buffers if buffer.user is user]
+                for buffer in mine:
+                    if buffer in kept:
+                        buffer.user = None
+                    elif not user.begun:
                         buffer.user = None
                         if buffer not in self._free:
                             self._free.append(buffer)
-                elif self._transfer.broken is None:
+            for buffer in mine:
+                if buffer.user is user and self._transfer.broken is None:
                     event, _ = self._transfer.upload(None, user.stream)
                     self.retain(buffer, user.stream, event, buffer.tables)
 
