@@ -595,6 +595,8 @@ def _stage_and_enqueue(
     with transfer.lock:
         staged = core.use(on, _stage, which, core, upload, buffer, on, g) - 1
         if staged >= 0:
+            # What a stream does that it waits for here may read the targets.
+            transfer.drain_accesses()
             upload.enqueue(transfer, staging, buffer, staged)
     if transfer.waiting:
         transfer.drain()

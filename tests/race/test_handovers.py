@@ -203,6 +203,18 @@ def test_the_stream_that_is_named_follows_the_one_that_the_sequence_was_used_on(
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
+@RUNS
+@KINDS
+def test_another_stream_writes_what_the_stream_before_has_read(kind: type[Rows], runs: Runs) -> None:
+    for seed, progress in runs:
+        lab = Lab(8, 0, seed=seed, progress=progress)
+        a, upload = lab.add([1, 2, 3]), kind()
+        upload.send(lab.cache, a.id)
+        lab.sim.launch(lab.a, lambda: None, loads=upload.arrays)
+        upload.send(lab.cache, a.id, stream=lab.b)
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
+
+
 CAPTURED = pytest.mark.parametrize("kind", [Rows, Steps])
 
 

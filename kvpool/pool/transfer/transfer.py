@@ -249,6 +249,17 @@ class Transfer:
                         continue
                 self._enqueue(batch)
 
+    def drain_accesses(self) -> None:
+        """``drain`` inside a hold of the transfer lock, while a stream of a caller has to wait for something decided.
+        The caller is in no other call that enqueues."""
+        while self.waiting and self._changes.torn is None:
+            if not any(len(batch.accesses) for batch in list(self._queue.values())):
+                return
+            batch = self._begun or self._begin()
+            if batch is None:
+                return
+            self._enqueue(batch)
+
     def _enqueue(self, batch: Decision) -> None:
         """Enqueue what is left of a batch, or the next piece of a large one."""
         large = self._is_large(batch)
@@ -498,13 +509,14 @@ class Transfer:
         refused = list[DeviceError]()
         try:
             try:
-                if work is not None:
+                if work is not None and self.broken is None:
                     return self._device.upload(work, stream), refused
             except DeviceError as error:
                 if error.sticky:
                     raise
                 refused.append(error)
-            return self._device.record(stream), refused
+            if self.broken is None:
+                return self._device.record(stream), refused
         except BaseException as error:
             self.fail(self._failed(error))
         # Not inside the handler: whoever kept the first error would be kept by its frames.
