@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import numpy as np
@@ -101,6 +101,7 @@ class OpenRequests:
                 # Of a signal handler: the caller does not get the request, but its callbacks do.
                 request.held = False
                 self._settle(request, CANCELLED)
+                self._repair()
                 # ``notify`` may have woken a thread that it still lists, and would then wake it in another's place.
                 self._work_comes.notify_all()
                 self._alarm.notify_all()
@@ -129,8 +130,7 @@ class OpenRequests:
     def cancel(self, request: StoreRequest) -> None:
         """Give up what is not decided of a request."""
         with self._lock:
-            if not request.done:
-                self._settle(request, CANCELLED)
+            self._give_up((request,))
 
     def check_room(self, kind: RequestKind, blocks: int) -> None:
         """Raise StoreBusy if no more blocks of requests of this kind may wait."""
@@ -173,9 +173,7 @@ class OpenRequests:
         """Give up what is queued, and have the threads end."""
         with self._lock:
             self._closing = True
-            for request in list(self._open):
-                if not request.done:
-                    self._settle(request, CANCELLED)
+            self._give_up(list(self._open))
             self._work_comes.notify_all()
             self._alarm.notify_all()
             self._bell.ring()
@@ -319,6 +317,27 @@ class OpenRequests:
         self._queue.drops.remove(request)
         self._count(request)
         self._announce(request)
+        self._bell.ring()
+
+    def _give_up(self, requests: Iterable[StoreRequest]) -> None:
+        """Cancel those of these requests that are not done."""
+        try:
+            for request in requests:
+                if not request.done:
+                    self._settle(request, CANCELLED)
+        except BaseException:  # of a signal handler
+            self._repair()
+            raise
+
+    def _repair(self) -> None:
+        """Announce what was decided and perhaps not announced, and count what waits."""
+        announced = {*self._ready}
+        for request in list(self._open):
+            if request.done and request not in announced:
+                self._queue.drops.remove(request)
+                self._count(request)
+                self._announce(request)
+        self._queue.recount(self._open)
         self._bell.ring()
 
     def _count(self, request: StoreRequest) -> None:

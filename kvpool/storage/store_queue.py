@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvpool.errors import StoreBusy
@@ -97,6 +97,12 @@ class StoreQueue:
     def leave(self, kind: RequestKind, blocks: int) -> None:
         """Blocks of a request of this kind wait no more."""
         self._waiting[_BOUND[kind]] -= blocks
+
+    def recount(self, requests: Iterable[StoreRequest]) -> None:
+        """Count the blocks of these requests, which are all that there are, as those that wait."""
+        self._waiting.clear()
+        for request in requests:
+            self._waiting[_BOUND[request.kind]] += request.queued
 
     @property
     def is_backlogged(self) -> bool:

@@ -16,9 +16,10 @@ from kvpool.integrations.options import EngineOptions
 from kvpool.integrations.staged import StagedBlocks
 from kvpool.storage import OK, MemoryStore, StoreWorker
 from kvpool.storage.host_storage_manager import HostStorageManager
+from kvpool.storage.store_requests import StoreRequest
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
-from tests.stores.lab import BLOCK_BYTES, done, memory, returned, saved
+from tests.stores.lab import BLOCK_BYTES, Wrong, done, memory, returned, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS = keys("a", "b", "c")
@@ -219,6 +220,33 @@ def test_a_handler_that_raises_in_a_call_of_a_worker_leaves_nothing_that_waits(n
             assert queue.stats().queued_blocks == queue.in_flight == 0, at.where
         assert k > 5
         assert (done(queue.load(keys, rows)).codes == OK).all()
+
+
+@pytest.mark.parametrize("name", ["cancel", "save"])
+def test_a_handler_that_raises_takes_no_callback_away_and_counts_no_block_that_waits(name: str) -> None:
+    k, reached = int(np.random.default_rng().integers(3)), True
+    print("first place", k)
+    while reached:
+        k += 3
+        store, called = Wrong(MemoryStore(1 << 20)), list[StoreRequest]()
+        store.threads = 1
+        with StoreWorker(store, memory(), IDENTITY) as queue:
+            keys, gate, at = saved(queue, 2), store.hold("find"), At(k)
+            queue.find(keys)
+            assert gate.reached.wait(600)
+            if name == "cancel":
+                job = queue.find(keys, called.append)
+                at.run(job.cancel)
+                job.cancel()
+            else:
+                at.run(lambda queue=queue, keys=keys, called=called: queue.save(keys, np.arange(2), called.append))
+            reached = at.reached
+            gate.open()
+            assert queue.drain(600), at.where
+            queue.poll()
+            assert len(called) == 1 or name == "save" and not called, at.where
+            assert not any(queue._open._queue._waiting.values()), at.where
+    assert k > 20
 
 
 def test_no_row_of_a_job_is_free_twice_after_a_handler_has_raised() -> None:
