@@ -391,6 +391,18 @@ def test_a_folder_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Pat
         assert queue.stats().store["blocks"] == 8
 
 
+def test_a_store_that_is_not_opened_leaves_a_folder_that_another_has_made_in_its_place(tmp_path: Path) -> None:
+    place = tmp_path / "new"
+    first, second = DiskStore(place), DiskStore(place)
+    assert len(first.secret) == 32
+    place.rename(tmp_path / "moved")
+    secret = second.secret
+    first.discard()
+    assert second.secret == secret
+    second.discard()
+    assert not place.exists()
+
+
 def test_the_secret_of_a_folder_is_read_while_it_is_closed_and_while_it_is_open(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "store", CAPACITY)
     secret = store.secret

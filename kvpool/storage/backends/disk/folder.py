@@ -28,10 +28,12 @@ _open_lock = threading.Lock()
 
 
 class Made(NamedTuple):
-    """What an attempt to open a folder has created: names of files, and whether the folder itself."""
+    """What an attempt to open a folder has created: names of files, and whether the folder itself. ``place`` is the
+    file system and the inode of the folder: another one may be at its path later."""
 
-    names: tuple[str, ...] = ()
-    folder: bool = False
+    names: tuple[str, ...]
+    folder: bool
+    place: tuple[int, int]
 
 
 class Folder:
@@ -47,6 +49,7 @@ class Folder:
         self.path, self._fd, self._locked, self._entry = path, -1, list[int](), (0, 0, 0)
         self._made, self._is_new = (list(made.names), made.folder) if made else (list[str](), False)
         self._held: list[str] = []
+        self._place = (0, 0)
         self._files: dict[str, tuple[int, int]] = {}
         try:
             with suppress(FileExistsError), self._named():
@@ -55,10 +58,14 @@ class Folder:
                 except FileNotFoundError as error:
                     parent = os.path.dirname(os.path.abspath(path))
                     raise OSError(errno.ENOENT, f"expected that the folder {parent} exists", path) from error
-                self._made, self._is_new = [], True
+                self._made, self._is_new, made = [], True, None
                 os.chmod(path, 0o700)  # A umask may have taken away what the owner needs.
             self._fd = _open_folder(path)
-            check_private(path, os.fstat(self._fd))
+            status = os.fstat(self._fd)
+            self._place = status.st_dev, status.st_ino
+            if made is not None and made.place != self._place:
+                self._made, self._is_new = [], False
+            check_private(path, status)
             _sync_path(os.path.dirname(os.path.abspath(path)))
             self._lock()
         except BlockingIOError:
@@ -196,7 +203,7 @@ class Folder:
     @property
     def made(self) -> Made:
         """What this object has created. A later ``Folder`` that gets it discards it too."""
-        return Made(tuple(self._made), self._is_new)
+        return Made(tuple(self._made), self._is_new, self._place)
 
     def discard(self) -> None:
         """Remove the files and the folder that were made here, and close. No other store can use a file meanwhile whose
