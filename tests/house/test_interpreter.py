@@ -53,6 +53,13 @@ def test_no_index_counts_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert python("-c", INDEXES, jit=jit).split() == ["1", "3", "refused", "refused"]
 
 
+def test_a_python_without_the_gil_is_refused() -> None:
+    code = "import sys\nsys._is_gil_enabled = lambda: False\nimport kvpool\nkvpool.KVCacheManager"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ImportError: Python: expected the GIL, got a free-threaded build without it" in done.stderr
+
+
 @pytest.mark.exhaustive
 def test_scenarios_hold_in_the_interpreter() -> None:
     python(

@@ -7,6 +7,7 @@ files, and it compiles a function once more for each of its callers.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -21,6 +22,9 @@ try:
     from kvpool.common.jit.compiler import LOCK, Dispatcher
 except (ImportError, AttributeError, TypeError):  # a release of Numba that has not what the compiler builds on
     Dispatcher = LOCK = None  # type: ignore[assignment,misc]
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError("Python: expected the GIL, got a free-threaded build without it; PYTHON_GIL=1 enables it")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
