@@ -116,11 +116,14 @@ def test_memory_of_the_caller_is_kept_until_the_copies_of_a_device_that_nobody_c
 
     monkeypatch.setattr(UsedStreams, "synchronize", let_go_and_wait)
     device = CudaDevice(calibration="plain")
+    # Memory of the caller's too: to free memory of the device would wait for the stalled stream.
+    blocks = cupy.empty(2 * LAYOUT.block_bytes, np.uint8)
     pools = MemoryPools(
         device,
         LAYOUT,
         2,
         2,
+        device_memory=blocks,
         host_memory=lambda nbytes, alignment: np.frombuffer(pinned.malloc(nbytes), np.uint8, nbytes),
     )
     stream = device.create_stream("engine")
