@@ -182,7 +182,7 @@ class Case:
         self.tiers = shared_tiers()
         self.use(self.tiers.device)
         self.device.calibration = always(path)
-        if path not in self.device._paths(self.stream.handle):
+        if path not in self.device.paths:
             raise NotImplementedError(f"this GPU has no path {path!r}")
 
     def use(self, device: CudaDevice) -> None:

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -211,20 +212,12 @@ class StorageManager(Closing):
         stays_here(self)
         nbytes = max(group.block_bytes for group in pool.groups)
 
+        make = partial(StoreWorker, staging=True, warns=True, clock=clock)
+
         def worker_of(store: Store, name: str) -> StoreWorker:
             health, padding = CircuitBreaker(failures, probe_seconds, clock=clock), row_padding_of(store)
             memory = staging_rows(rows, nbytes + padding)
-            return StoreWorker(
-                store,
-                memory,
-                identity,
-                name=name,
-                health=health,
-                staging=True,
-                row_padding=padding,
-                warns=True,
-                clock=clock,
-            )
+            return make(store, memory, identity, name=name, health=health, row_padding=padding)
 
         self._orders: deque[tuple[Future[Forgotten], Callable[[], Forgotten]]] = deque()
         self._lock = threading.Lock()

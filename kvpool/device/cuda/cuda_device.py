@@ -390,6 +390,11 @@ class CudaDevice(Device):
         cut = partial(split, fragments, bound.hosts)
         self._copy_one_way(direction, nbytes, len(fragments), stream, kernel, cut)
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths that copies on a stream may take on this GPU. On the null stream, ``plain`` replaces the engines."""
+        return self._engines + self._loaded
+
     def _copy_one_way(
         self,
         direction: str,
