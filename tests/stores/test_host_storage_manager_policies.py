@@ -64,7 +64,8 @@ def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Ca
         engine.manager.find(key, "long")
     engine.manager.lookup(names(2, 4), "short")
     assert engine.ask(6) == [HERE] * 6
-    assert policy.asked == [4, 2]
+    # Two threads of the store answer, in any order.
+    assert sorted(policy.asked) == [2, 4]
 
 
 def test_a_policy_learns_what_is_under_way_and_how_long_the_engine_is_busy(
