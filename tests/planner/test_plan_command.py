@@ -85,7 +85,7 @@ def test_text_says_what_json_says(trace: str, capsys: Output) -> None:
         assert f"to reach {float(share):.0%} of the ceiling you need {row['gib']:.3g} GiB" in text
     assert f"device + host  0.195 GiB: {plan['pool']['both']['token_rate']:.2%}" in text
     assert "link: 25 GB/s (as given), 50 µs" in text and "beats recomputing for hits of 1 token or more" in text
-    assert "below 3 s" in text and "0 to 512" in text and "interrupted" not in text
+    assert "< 3 s" in text and "0 to 512" in text and "interrupted" not in text
 
 
 def test_without_a_prefill_speed_no_time_is_made_up(trace: str, capsys: Output) -> None:

@@ -253,12 +253,10 @@ class Gaps:
             What it counts, and for each bar its label and its share of all.
         """
         rows, unit, name = (
-            (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,} requests".format)
+            (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,}".format)
         )
         total = sum(count for _, count in rows)
-        return unit, [
-            ("longer" if edge is None else f"below {name(edge)}", count / total) for edge, count in rows if total
-        ]
+        return unit, [("longer" if edge is None else f"< {name(edge)}", count / total) for edge, count in rows if total]
 
 
 @dataclass(frozen=True)
