@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,10 @@ def described(capsule: Any) -> tuple[SimpleNamespace, SimpleNamespace | None]:
     """What a capsule says, tensor and head, as values that hold no memory."""
     tensor, head = dlpack.opened(capsule)
     said = {name: getattr(tensor, name) for name, _ in dlpack.Tensor._fields_}
-    said |= {"shape": tuple(tensor.shape[: tensor.ndim]), "strides": tuple(tensor.strides[: tensor.ndim])}
+    shape = tuple(tensor.shape[: tensor.ndim])
+    # Some releases of NumPy give no strides for a contiguous array.
+    dense = tuple(math.prod(shape[place + 1 :]) for place in range(tensor.ndim))
+    said |= {"shape": shape, "strides": tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense}
     return SimpleNamespace(**said), head and SimpleNamespace(major=head.major, minor=head.minor, flags=head.flags)
 
 

@@ -67,8 +67,8 @@ def _extra(module: str, package: str, use: str, extra: str, minimum: str) -> Pac
 
 _NUMBA_CUDA = _extra("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30")
 _PARTS = (
-    _extra("numpy", "numpy", _EVERYTHING, "", "1.24"),
-    _extra("numba", "numba", _EVERYTHING, "", "0.60"),
+    _extra("numpy", "numpy", _EVERYTHING, "", "2.2"),
+    _extra("numba", "numba", _EVERYTHING, "", "0.62"),
     _extra("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
     _NUMBA_CUDA,
     _extra("tqdm", "tqdm", "progress bars", "[cli]", "4.64"),
@@ -80,7 +80,7 @@ _PARTS = (
     _extra("cryptography", "cryptography", "stores behind the host", "[stores]", "50"),
     _extra("mooncake", _MOONCAKE, "a store in a cluster", "[mooncake]", "0.3.13"),
     _extra("obstore", "obstore", "a store in a bucket", "[s3]", "0.12"),
-    _extra("jax", "jax", "the example of an engine in JAX", "[jax]", "0.5"),
+    _extra("jax", "jax", "the example of an engine in JAX", "[jax]", "0.10"),
     Package("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -175,7 +175,7 @@ def check_package(part: Package, version: str | None, error: str | None) -> Chec
 
 
 def _numbers(version: str) -> list[int]:
-    """The numbers of a version, to compare two: 1.24.0rc1 is [1, 24, 0]."""
+    """The numbers of a version, to compare two: 2.2.0rc1 is [2, 2, 0]."""
     return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # type: ignore[index]
 
 
