@@ -19,7 +19,7 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.tools.planner import Curve, survey_of
 from kvpool.tools.planner import stack as stack_module
 from kvpool.tools.planner.stack import BUCKETS, bucket_of
-from kvpool.tools.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor, coarse_limits
+from kvpool.tools.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Gaps, Surveyor, coarse_limits
 from kvpool.tools.replay import Replay, ReplayConfig, Trace, read_trace, stream_trace, synthetic
 from kvpool.tools.replay.content import Request
 from tests import data
@@ -197,6 +197,13 @@ def test_reuse_gaps_are_counted_by_requests_and_by_seconds() -> None:
     gaps = survey_of(requests, tokens_per_block=4).gaps
     assert gaps.requests == [(2, 8)]
     assert [row for row in gaps.seconds if row[1]] == [(1.0, 2), (30.0, 2), (604_800.0, 2)]
+
+
+def test_the_labels_of_reuse_gaps_fit_side_by_side() -> None:
+    """A chart has room for about eight characters below each of its bars."""
+    requests = [(2, 1), (1_000, 1), (None, 2)]
+    assert Gaps(requests, []).bars() == ("requests", [("< 2", 0.25), ("< 1,000", 0.25), ("longer", 0.5)])
+    assert Gaps(requests, [(30.0, 1), (604_800.0, 3)]).bars() == ("time", [("< 30 s", 0.25), ("< 7 d", 0.75)])
 
 
 def test_prefixes_that_carry_the_reuse_are_named() -> None:

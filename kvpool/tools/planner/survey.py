@@ -250,7 +250,8 @@ class Gaps:
         Returns
         -------
         tuple of str and list of (str, float)
-            What it counts, and for each bar its label and its share of all.
+            The unit of its edges, "requests" or "time", and for each bar a label such as "< 20", which is short enough
+            for the axis of a chart, and its share of all.
         """
         rows, unit, name = (
             (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,}".format)
