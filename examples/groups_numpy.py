@@ -129,7 +129,7 @@ class GroupsBatch:
 
     batch: Batch
     tables: list[npt.NDArray[np.int32]]
-    groups: tuple[kvpool.groups.Group, ...]
+    groups: tuple[kvpool.pool.config.Group, ...]
 
     def touched(self) -> tuple[list[Any], list[Any]]:
         """Tables have block ids of the group; the device has pool ids, which differ between groups."""

@@ -211,7 +211,7 @@ class KeyLoads:
             self.searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
 
     def _found(self, hit: str, number: int, keys: Sequence[bytes], request: StoreRequest) -> list[bytes]:
-        """A store has returned which keys of a hit it has. The next ``_ask_stores`` loads them. Returns those that the
+        """A store has returned which keys of a hit it has. The next ``begin`` loads them. Returns those that the
         next store is asked for."""
         # A key that is not looked for any more was dropped by ``clear``.
         answers = [(key, ok) for key, ok in zip(keys, request.codes == OK, strict=True) if key in self.searching]

@@ -64,7 +64,7 @@ def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Ca
         engine.manager.find(key, "long")
     engine.manager.lookup(names(2, 4), "short")
     assert engine.ask(6) == [HERE] * 6
-    # Two threads of the store answer, in any order.
+    # Two threads of the store's worker answer, in either order.
     assert sorted(policy.asked) == [2, 4]
 
 

@@ -253,7 +253,7 @@ def find_functions(driver: Addresses, context: int | None) -> Int64s:
     """What the functions of this module take as ``driver``. Raises DeviceError if the driver lacks one."""
     addresses = driver.addresses(FUNCTIONS)
     if addresses is None or context is None:
-        raise DeviceError(f"the cuda device needs a driver that has {', '.join(FUNCTIONS)}")
+        raise DeviceError(f"CUDA driver: expected one that has {', '.join(FUNCTIONS)}, got one that lacks some")
     return np.array([*addresses, context], np.int64)
 
 
