@@ -58,9 +58,10 @@ def of_a_pool(cupy: Any) -> Callable[[int, int], np.ndarray]:
 
 
 def pageable(nbytes: int = NBYTES, shift: int = 64) -> np.ndarray:
-    raw = np.zeros(nbytes + 2 * PAGE, np.uint8)
-    start = -raw.ctypes.data % PAGE + shift
-    return raw[start : start + nbytes]
+    """Zeros in pages of their own: whole pages are registered, and an array that shares one with the heap would make a
+    copy of its neighbor cross the end of a registration, which the driver refuses."""
+    pages = np.frombuffer(mmap.mmap(-1, nbytes + shift + 2 * PAGE), np.uint8)
+    return pages[shift : shift + nbytes]
 
 
 SOURCES: dict[str, Callable[[Any], Any]] = {
