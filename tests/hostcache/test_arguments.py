@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import BlockLayout, HostCache, HostTier, ModelIdentity
 from kvpool.errors import BlockNotFound
-from tests.hostcache.conftest import IDENTITY, keys, store
+from tests.hostcache.conftest import keys, store
 
 Make = Callable[..., HostCache]
 
@@ -36,14 +36,6 @@ def test_keys_are_bytes(make: Make, verb: str, bad: Any, error: type[Exception],
     with pytest.raises(error, match=re.escape(message)):
         getattr(cache, verb)(bad)
     assert cache.stats().empty == 4
-
-
-@pytest.mark.parametrize(
-    ("bad", "error"), [("a", TypeError), (None, TypeError), (b"", ValueError), (b"x" * 65, ValueError)]
-)
-def test_a_single_key_is_bytes(make: Make, bad: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="key"):
-        make().find(bad)
 
 
 class Digest(bytes):
@@ -84,47 +76,35 @@ def test_an_iterable_that_fails_leaves_the_cache_alone(make: Make) -> None:
     assert cache.stats().empty == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"host_blocks": 0}, ValueError, "host_blocks: expected 1 to 2147483647, got 0"),
-        ({"host_blocks": 1 << 31}, ValueError, "host_blocks: expected 1 to 2147483647, got 2147483648"),
-        ({"host_blocks": True}, TypeError, "host_blocks: expected an integer, got True"),
-        ({"block_bytes": 0}, ValueError, "block_bytes: expected 1 to 2147483647, got 0"),
-        ({"block_bytes": 1.5}, TypeError, "block_bytes: expected an integer, got 1.5"),
-        ({"block_bytes": []}, TypeError, "block_bytes: expected a number, a BlockLayout or a list of them, got []"),
-        ({"identity": "llama"}, TypeError, "identity: expected a ModelIdentity, got 'llama'"),
-        ({"secret": b"short"}, ValueError, "secret"),
-        ({"event_capacity": -1}, ValueError, "event_capacity: expected 0 to 2147483648, got -1"),
-        ({"policy": "fifo"}, ValueError, "policy: expected one of lru, reuse, agent, adaptive, got 'fifo'"),
-        ({"clock": 5}, TypeError, "clock: expected a function that returns milliseconds, got 5"),
-    ],
-)
-def test_arguments_of_a_cache(make: Make, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        make(**options)
+OPTIONS: list[tuple[str, str, list[Any], list[Any]]] = [
+    ("make", "host_blocks", [True], [0, 1 << 31]),
+    ("make", "block_bytes", [1.5, []], [0]),
+    ("make", "identity", ["llama"], []),
+    ("make", "secret", [], [b"short"]),
+    ("make", "event_capacity", [], [-1]),
+    ("make", "policy", [], ["fifo"]),
+    ("make", "clock", [5], []),
+    ("reserve", "priority", ["high"], [101, -1]),
+    ("reserve", "ttl_ms", [1.0], [0]),
+    ("reserve", "deadline_seconds", [True, "1"], [0, -1, float("nan")]),
+    ("find", "key", ["a", None], [b"", b"x" * 65]),
+]
+"""For each argument of a call: values of a wrong type, and others that it does not take."""
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"priority": 101}, ValueError),
-        ({"priority": -1}, ValueError),
-        ({"priority": "high"}, TypeError),
-        ({"ttl_ms": 0}, ValueError),
-        ({"deadline_seconds": 0}, ValueError),
-        ({"deadline_seconds": -1}, ValueError),
-        ({"deadline_seconds": True}, TypeError),
-        ({"deadline_seconds": "1"}, TypeError),
-        ({"deadline_seconds": float("nan")}, ValueError),
-        ({"ttl_ms": 1.0}, TypeError),
-    ],
-)
-def test_arguments_of_a_reservation(make: Make, options: dict[str, Any], error: type[Exception]) -> None:
+@pytest.mark.parametrize(("call", "name", "types", "values"), OPTIONS)
+def test_bad_arguments_are_refused_by_name(make: Make, call: str, name: str, types: Any, values: Any) -> None:
     cache = make()
-    with pytest.raises(error, match=next(iter(options))):
-        cache.reserve(keys("a"), **options)
-    assert cache.find(b"a") == cache.ABSENT
+    verbs: dict[str, Callable[[Any], object]] = {
+        "make": lambda bad: make(**{name: bad}),
+        "reserve": lambda bad: cache.reserve(keys("a"), **{name: bad}),
+        "find": cache.find,
+    }
+    for error, bad_values in ((TypeError, types), (ValueError, values)):
+        for bad in bad_values:
+            with pytest.raises(error, match=f"^{name}: expected .+, got .+"):
+                verbs[call](bad)
+    assert cache.stats().empty == 4
 
 
 @pytest.mark.parametrize("clock", [lambda: -1, lambda: 1 << 60, lambda: "now"])
@@ -153,14 +133,6 @@ def test_an_identity_needs_all_that_distinguishes_models(name: str, bad: Any, er
 def test_no_two_identities_are_alike() -> None:
     first, other = ModelIdentity("a", "bc", "d", "e", "f"), ModelIdentity("ab", "c", "d", "e", "f")
     assert first.fingerprint != other.fingerprint and first != other
-
-
-def test_layouts_stand_for_their_fingerprints() -> None:
-    layouts = [BlockLayout(2, 2, 8, 4), BlockLayout(2, 4, 8, 4)]
-    identity = ModelIdentity("m", "r", "float16", layouts, "v")
-    assert identity.layout == " ".join(layout.fingerprint for layout in layouts)
-    with HostCache(2, layouts, identity=identity) as cache, HostTier.of(cache) as tier:
-        assert cache.block_bytes == tier.block_bytes == sum(layout.block_bytes for layout in layouts)
 
 
 LAYOUT = BlockLayout(2, 2, 8, 4, "float16")
@@ -219,7 +191,10 @@ def test_a_worker_may_have_a_share_of_the_layout_of_the_identity() -> None:
     HostCache(2, 4096, identity=whole).close()
 
 
-def test_a_cache_and_its_tier_know_each_other(make: Make) -> None:
-    cache = make()
-    with HostTier.of(cache) as tier, HostTier(5, 64, identity=IDENTITY) as other:
-        assert tier.fingerprint == cache.fingerprint != other.fingerprint
+def test_a_cache_and_its_tier_have_the_layouts_of_the_identity() -> None:
+    layouts = [BlockLayout(2, 2, 8, 4), BlockLayout(2, 4, 8, 4)]
+    several = identity("float16", layouts)
+    assert several.layout == " ".join(layout.fingerprint for layout in layouts)
+    with HostCache(2, layouts, identity=several) as cache, HostTier.of(cache) as tier:
+        assert cache.block_bytes == tier.block_bytes == sum(layout.block_bytes for layout in layouts)
+        assert tier.fingerprint == cache.fingerprint

@@ -111,17 +111,6 @@ def test_tokens_are_exact_and_counted_over_all_blocks_of_a_call(open_copies: Ope
     assert (copies.tier.blocks != before).any()
 
 
-def test_slots_of_a_subclass_are_copied_before_they_are_checked(open_copies: Open) -> None:
-    class Own(HostSlots):
-        def ids(self) -> Any:
-            return [10**9]
-
-    kv = filled("L | B D")
-    copies = open_copies(kv)
-    copies.copy_in([0], Own((2,), copies.tier.fingerprint))
-    np.testing.assert_array_equal(copies.tier.blocks[2, FIRST : FIRST + 5], kv.image()[0, 0, 0, 0, 0])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_where_no_token_is_left_nothing_is_looked_at(open_copies: Open, layout: str) -> None:
     kv = filled(layout)
@@ -144,31 +133,15 @@ def test_a_block_below_zero_is_left_out_on_both_sides(open_copies: Open) -> None
 
 
 def test_groups_of_layers_share_host_blocks_but_not_at_once(open_copies: Open) -> None:
-    first, second = filled("L | P B T H D"), filled("L | B D", D=70)
-    copies = open_copies([first, second], 2)
-    images = [first.image(), second.image()]
-    copies.copy_in([1, 2], [0], group=0)
-    copies.copy_in([3, 4], [1], group=1)
-    for kv in (first, second):
+    groups = [filled("L | P B T H D"), filled("L | B D", D=70)]
+    copies, images = open_copies(groups, 2), [kv.image() for kv in groups]
+    for group in (0, 1):
+        copies.copy_in([1 + group, 5 + group], [group], group=group)
+    for group, (kv, image) in enumerate(zip(groups, images, strict=True)):
         kv.fill(0)
-    copies.copy_out([1, 2], [0], group=0)
-    copies.copy_out([3, 4], [1], group=1)
-    np.testing.assert_array_equal(first.image()[:, :, [1, 2]], images[0][:, :, [1, 2]])
-    np.testing.assert_array_equal(second.image()[:, :, [3, 4]], images[1][:, :, [3, 4]])
-    assert copies.group_bytes == (first.image()[:, :, :2].size, second.image()[:, :, :2].size)
-
-
-def test_workers_have_their_own_bytes_of_a_host_block() -> None:
-    ones = [filled("L | P B T H D") for _ in range(2)]
-    share = ones[0].image()[:, :, 0].size
-    with HostTier(4, 2 * share, identity=IDENTITY) as tier:
-        workers = [HostCopies(tier, kv.cache, first_byte=rank * share) for rank, kv in enumerate(ones)]
-        for rank, (kv, copies) in enumerate(zip(ones, workers, strict=True)):
-            kv.fill(rank + 1)
-            copies.copy_in([2, 3], [0, 1])
-        assert (tier.blocks[:2, :share] == 1).all() and (tier.blocks[:2, share:] == 2).all()
-        for copies in workers:
-            copies.close()
+        copies.copy_out([1 + group, 5 + group], [group], group=group)
+        np.testing.assert_array_equal(kv.image()[:, :, [1 + group, 5 + group]], image[:, :, [1 + group, 5 + group]])
+        assert copies.group_bytes[group] == image[:, :, :2].size
 
 
 @pytest.mark.parametrize("parts", [2, 3, 100])
@@ -221,45 +194,31 @@ def test_threads_copy_at_the_same_time(open_copies: Open) -> None:
     np.testing.assert_array_equal(kv.image(), image)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        (([0], [0, 1]), {}, ValueError, "host_blocks: expected 1 for the 1 of blocks, got 2"),
-        (([0, 1], [0]), {}, ValueError, "host_blocks: expected 2 for the 2 of blocks, got 1"),
-        (([9], [0]), {}, ValueError, "blocks: expected blocks from 0 to 8, got 9"),
-        (([0], [8]), {}, ValueError, "host_blocks: expected blocks from 0 to 7, got 8"),
-        (([0], [-1]), {}, ValueError, "host_blocks: expected blocks from 0 to 7, got -1"),
-        ((["a"], [0]), {}, TypeError, "blocks"),
-        (([0.5], [0]), {}, TypeError, "blocks"),
-        (([0], [[0]]), {}, TypeError, "host_blocks"),
-        (([0], [0]), {"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens: expected 0 to 4, got 5"),
-        (
-            ([0], [0]),
-            {"skip_prefix_n_tokens": 3, "n_tokens": 2},
-            ValueError,
-            "skip_prefix_n_tokens: expected 0 to 2, got 3",
-        ),
-        (([0], [0]), {"n_tokens": 5}, ValueError, "n_tokens: expected 0 to 4, got 5"),
-        (([0], [0]), {"group": 1}, ValueError, "group: expected 0 to 0, got 1"),
-        (
-            ([0], [0]),
-            {"stream": "mine"},
-            TypeError,
-            "stream: expected None, an integer handle, or an object with __cuda_stream__, cuda_stream or ptr, "
-            "got 'mine'",
-        ),
-        (([0], HostSlots((0,), "00")), {}, ValueError, "host_blocks: expected slots of this"),
-    ],
-)
-def test_bad_arguments_copy_nothing(
-    open_copies: Open, arguments: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+WRONG: list[tuple[Any, Any, dict[str, Any], str]] = [
+    ([0], [0, 1], {}, "host_blocks: expected 1 for the 1 of blocks, got 2"),
+    ([0, 1], [0], {}, "host_blocks: expected 2 for the 2 of blocks, got 1"),
+    ([9], [0], {}, "blocks: expected blocks from 0 to 8, got 9"),
+    ([0], [8], {}, "host_blocks: expected blocks from 0 to 7, got 8"),
+    ([0], [-1], {}, "host_blocks: expected blocks from 0 to 7, got -1"),
+    ([0.5], [0], {}, "blocks"),
+    ([0], [[0]], {}, "host_blocks"),
+    ([0], [0], {"skip_prefix_n_tokens": 5}, "skip_prefix_n_tokens: expected 0 to 4, got 5"),
+    ([0], [0], {"skip_prefix_n_tokens": 3, "n_tokens": 2}, "skip_prefix_n_tokens: expected 0 to 2, got 3"),
+    ([0], [0], {"n_tokens": 5}, "n_tokens: expected 0 to 4, got 5"),
+    ([0], [0], {"group": 1}, "group: expected 0 to 0, got 1"),
+    ([0], [0], {"stream": "mine"}, "stream: expected None, an integer handle"),
+    ([0], HostSlots((0,), "00"), {}, "host_blocks: expected slots of this"),
+]
+
+
+def test_bad_arguments_copy_nothing(open_copies: Open) -> None:
     kv = filled("L | P B T H D")
     copies = open_copies(kv)
     before, image = copies.tier.blocks.copy(), kv.image()
-    for call in (copies.copy_in, copies.copy_out):
-        with pytest.raises(error, match=re.escape(message)):
-            call(*arguments, **options)
+    for blocks, hosts, options, message in WRONG:
+        for call in (copies.copy_in, copies.copy_out):
+            with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+                call(blocks, hosts, **options)
     np.testing.assert_array_equal(copies.tier.blocks, before)
     np.testing.assert_array_equal(kv.image(), image)
 
@@ -282,42 +241,37 @@ def test_a_target_is_named_once_and_must_be_writable(open_copies: Open) -> None:
             reading.copy_out([0], [0])
 
 
-def test_slots_of_the_cache_are_taken_and_the_ids_are_checked_again(open_copies: Open) -> None:
+def test_slots_are_copied_and_their_ids_are_checked_again(open_copies: Open) -> None:
+    class Own(HostSlots):
+        def ids(self) -> Any:
+            return [10**9]
+
     kv = filled("L | B D")
     copies = open_copies(kv)
-    copies.copy_in([0], HostSlots((3,), copies.tier.fingerprint))
-    with pytest.raises(ValueError, match="host_blocks: expected blocks from 0 to 7, got 100"):
-        copies.copy_in([0], HostSlots((100,), copies.tier.fingerprint))
-    with pytest.raises(TypeError):
-        copies.copy_in([0], HostSlots(("x",), copies.tier.fingerprint))  # type: ignore[arg-type]
+    for slots, block in ((HostSlots, 3), (Own, 2)):
+        copies.copy_in([0], slots((block,), copies.tier.fingerprint))
+        np.testing.assert_array_equal(copies.tier.blocks[block, FIRST : FIRST + 5], kv.image()[0, 0, 0, 0, 0])
+    for wrong, error in ((100, ValueError), ("x", TypeError)):
+        with pytest.raises(error):
+            copies.copy_in([0], HostSlots((wrong,), copies.tier.fingerprint))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"first_byte": BLOCK_BYTES - 10},
-            ValueError,
-            "caches[0]: expected up to the 10 bytes of a host block from first_byte 4086 on, got 240",
-        ),
-        ({"first_byte": -1}, ValueError, "first_byte: expected 0 to 4095, got -1"),
-        ({"blocks_per_host_block": 0}, ValueError, "blocks_per_host_block: expected 1 to 1048576, got 0"),
-        ({"device": "gpu"}, ValueError, "device: expected 'auto', 'cpu', 'cuda', 'sim' or a Device, got 'gpu'"),
-    ],
-)
-def test_bad_engines_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with HostTier(HOST, BLOCK_BYTES, identity=IDENTITY) as tier, pytest.raises(error, match=re.escape(message)):
-        HostCopies(tier, filled("L | P B T H D").cache, **options)
-
-
-def test_an_engine_and_a_tier_are_memory_of_their_own() -> None:
+def test_engines_and_tiers_that_do_not_fit_are_refused() -> None:
+    kv = filled("L | P B T H D")
     with HostTier(HOST, BLOCK_BYTES, identity=IDENTITY) as tier:
+        for options, message in (
+            ({"first_byte": BLOCK_BYTES - 10}, r"caches\[0\]: expected up to the 10 bytes of a host block .* got 240"),
+            ({"first_byte": -1}, "first_byte: expected 0 to 4095, got -1"),
+            ({"blocks_per_host_block": 0}, "blocks_per_host_block: expected 1 to 1048576, got 0"),
+            ({"device": "gpu"}, "device: expected .*, got 'gpu'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                HostCopies(tier, kv.cache, **options)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="got some of the tier's"):
             HostCopies(tier, PagedKV.of(tier.blocks, "| B D"))
-        with pytest.raises(TypeError, match="caches"):
-            HostCopies(tier, tier.blocks)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="tier"):
-            HostCopies(tier.blocks, filled("L | B D").cache)  # type: ignore[arg-type]
+        for wrong, message in ((tier, tier.blocks), "caches"), ((tier.blocks, kv.cache), "tier"):
+            with pytest.raises(TypeError, match=message):
+                HostCopies(*wrong)
 
 
 def test_closed_copies_refuse_and_leave_tier_and_device_as_they_are() -> None:
@@ -466,11 +420,6 @@ def test_a_layer_is_there_once_its_part_is_waited_for(lab: Callable[..., Engine]
     assert engine.read == [5, 5]
 
 
-@pytest.mark.parametrize("only", [None, 0])
-def test_a_layer_that_is_read_before_its_part_is_a_race(lab: Callable[..., Engine], only: int | None) -> None:
-    assert race(lab(), lambda engine: load_by_layers(engine, lambda layer: layer == only))
-
-
 def overwrite_without_waiting(engine: Engine) -> None:
     engine.write(0, 1)
     engine.copies.copy_in([0], engine.cache.reserve([b"k"]).slots, stream=engine.stream)
@@ -504,7 +453,14 @@ def unpin_before_it_is_read(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     "does",
-    [overwrite_without_waiting, read_without_waiting, publish_before_it_is_written, unpin_before_it_is_read],
+    [
+        overwrite_without_waiting,
+        read_without_waiting,
+        publish_before_it_is_written,
+        unpin_before_it_is_read,
+        lambda engine: load_by_layers(engine, lambda layer: False),
+        lambda engine: load_by_layers(engine, lambda layer: layer == 0),
+    ],
 )
 def test_what_the_caller_must_wait_for_is_a_race_without(
     lab: Callable[..., Engine], does: Callable[[Engine], None]
@@ -513,7 +469,8 @@ def test_what_the_caller_must_wait_for_is_a_race_without(
     assert race(lab(progress=0.0), does)
 
 
-def test_done_is_true_only_after_the_copy(lab: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize("end", ["wait", "close"])
+def test_a_copy_is_done_once_it_was_waited_for_or_its_copies_are_closed(lab: Callable[..., Engine], end: str) -> None:
     engine = lab(progress=0.0)
     engine.write(0, 5)
     gate = engine.sim.stall(engine.stream)
@@ -521,25 +478,8 @@ def test_done_is_true_only_after_the_copy(lab: Callable[..., Engine]) -> None:
     done = engine.copies.copy_in([0], taken.slots, stream=engine.stream)
     assert not done.done
     gate.open()
+    if end == "close":
+        engine.copies.close()
     done.wait()
     assert done.done and (engine.tier.blocks[taken.blocks[0]] == 5).all()
     engine.cache.publish([b"k"])
-
-
-def test_closing_waits_for_copies_and_takes_no_bytes_away(lab: Callable[..., Engine]) -> None:
-    engine = lab(progress=0.0)
-    engine.write(0, 5)
-    block = int(engine.cache.reserve([b"k"]).blocks[0])
-    engine.copies.copy_in([0], [block], stream=engine.stream)
-    engine.copies.close()
-    assert (engine.tier.blocks[block] == 5).all()
-    engine.cache.publish([b"k"])
-
-
-def test_a_copy_is_done_once_its_copies_are_closed() -> None:
-    engine = Engine(1, 0.0)
-    done = engine.copies.copy_in([0], [0])
-    assert not done.done
-    engine.close()
-    assert done.done
-    done.wait()

@@ -6,50 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool import HostCache, OutOfBlocks, PoolClosed
+from engine import Clock
+from kvpool import HostCache, OutOfBlocks
 from kvpool.errors import PoolBusy, ReservationExpired
 from tests.hostcache.conftest import keys, look, store
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 Make = Callable[..., HostCache]
-
-
-class Clock:
-    """A clock in ms that stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.mark.parametrize("check", ["find", "lookup", "reserve", "stats", "overdue", "expired_reservations"])
-def test_a_reservation_expires_at_its_deadline_whoever_calls_next(make: Make, check: str) -> None:
-    clock = Clock()
-    cache = make(3, clock=clock, history=4)
-    cache.reserve(keys("a", "b"), deadline_seconds=0.1)
-    cache.reserve(keys("c"))
-    clock.now = 99
-    assert look(cache, "a", "b", "c") == [PENDING, PENDING, PENDING]
-    clock.now = 100
-    calls: dict[str, Callable[[], object]] = {
-        "find": lambda: cache.find(b"c"),
-        "lookup": lambda: cache.lookup([b"c"]),
-        "reserve": lambda: cache.reserve(keys("a", "c")),
-        "stats": cache.stats,
-        "overdue": cache.overdue,
-        "expired_reservations": lambda: cache.expired_reservations,
-    }
-    calls[check]()
-    clock.now = 99  # so that no later call can expire it
-    assert look(cache, "a", "b", "c") == [ABSENT, ABSENT, PENDING]
-    stats = cache.stats()
-    assert (stats.expired_reservations, stats.overdue, stats.pending) == (2, 2, 3)
-    assert cache.expired_reservations == 2
-    assert cache.overdue() == keys("a", "b")
-    assert cache.explain(b"a").reason == "lost"
-    cache.verify()
 
 
 def test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends(make: Make) -> None:
@@ -100,14 +63,3 @@ def test_the_deadline_of_a_reservation_ends_with_it(make: Make, verb: str) -> No
     clock.now = 1000
     assert look(cache, "a") == [PENDING]
     assert (cache.publish(keys("a")), cache.stats().expired_reservations) == (1, 0)
-
-
-def test_a_closed_cache_expires_nothing(make: Make) -> None:
-    clock = Clock()
-    cache = make(2, clock=clock)
-    cache.reserve(keys("a"), deadline_seconds=0.01)
-    cache.close()
-    clock.now = 10
-    assert (cache.stats().expired_reservations, cache.expired_reservations) == (0, 0)
-    with pytest.raises(PoolClosed):
-        cache.overdue()

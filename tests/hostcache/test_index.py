@@ -49,31 +49,6 @@ def test_why_a_key_is_not_here_is_known_of_as_many_as_are_to_be_remembered() -> 
         assert cache.explain(b"x") == Missed(0, 1, "unknown"), "by default nothing is remembered"
 
 
-def test_a_key_is_pending_until_its_bytes_are_published(make: Make) -> None:
-    cache = make()
-    taken = cache.reserve(keys("a", "b"))
-    assert taken.keys == (b"a", b"b") and sorted(taken.blocks.tolist()) == [0, 1] and taken.evicted == []
-    assert look(cache, "a", "b", "c") == [PENDING, PENDING, ABSENT]
-    assert cache.publish([b"b"]) == 1
-    assert look(cache, "a", "b") == [PENDING, HERE]
-    assert cache.publish([b"a"]) == 1 and look(cache, "a") == [HERE]
-
-
-def test_the_end_of_a_prompt_goes_before_its_beginning(make: Make) -> None:
-    cache = make(3)
-    store(cache, "1", "2", "3")
-    assert cache.reserve(keys("x")).evicted == [b"3"]
-    cache.abort(keys("x"))
-    cache.touch(keys("1", "2"))
-    assert cache.reserve(keys("x", "y")).evicted == [b"2"]
-    cache.abort(keys("x", "y"))
-    with cache.pin(keys("1")):
-        assert cache.stats().pinned == 1
-    store(cache, "4", "5")
-    cache.pin(keys("1", "4", "5")).close()
-    assert cache.reserve(keys("x")).evicted == [b"5"]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_a_prompt_is_that_of_its_reservation(make: Make, seed: int) -> None:
     """An engine may end its stores as a set. If 5 of 20 chunks are evicted, the first 15 are left."""
@@ -84,17 +59,6 @@ def test_the_order_of_a_prompt_is_that_of_its_reservation(make: Make, seed: int)
     assert cache.publish(mixed) == 20
     assert cache.reserve(keys("a", "b", "c", "d", "e")).evicted == chunks[:-6:-1]
     assert (cache.lookup(chunks) == HERE).tolist() == [True] * 15 + [False] * 5
-
-
-def test_what_is_offered_is_not_evicted_by_the_same_call(make: Make) -> None:
-    cache = make(3)
-    store(cache, "a"), store(cache, "b"), store(cache, "c")
-    assert cache.reserve(keys("a", "b", "d")).evicted == [b"c"]
-    cache.publish(keys("d"))
-    with pytest.raises(OutOfBlocks) as refused:
-        cache.reserve(keys("a", "b", "d", "e"))
-    assert (refused.value.tier, refused.value.needed, refused.value.free) == ("host", 1, 0)
-    assert look(cache, "a", "b", "d", "e") == [HERE, HERE, HERE, ABSENT]
 
 
 def test_what_gets_a_higher_priority_stays_until_its_time_is_over(make: Make) -> None:
@@ -113,55 +77,6 @@ def test_what_gets_a_higher_priority_stays_until_its_time_is_over(make: Make) ->
     assert [event.priority for event in cache.events() if event.kind == "updated"] == [60, 35]
 
 
-def test_a_priority_falls_when_its_time_is_over(make: Make) -> None:
-    clock = [0]
-    cache = make(2, clock=lambda: clock[0], event_capacity=16)
-    store(cache, "a", priority=80, ttl_ms=10), store(cache, "b")
-    clock[0] = 9
-    assert cache.refresh() == 0
-    cache.touch(keys("a"))  # from now on again
-    clock[0] = 18
-    assert cache.refresh() == 0
-    clock[0] = 19
-    assert cache.refresh() == 1
-    assert [event.kind for event in cache.events()] == ["created", "stored", "stored", "updated"]
-    assert cache.reserve(keys("c")).evicted == [b"b"] and cache.stats().expired_blocks == 1
-
-
-def test_what_is_pinned_stays_until_the_lease_is_closed(make: Make) -> None:
-    cache = make(2)
-    blocks = store(cache, "a", "b")
-    lease = cache.pin(keys("b", "a"), owner="reader")
-    assert lease.blocks.tolist() == blocks[::-1] and lease.keys == (b"b", b"a") and not lease.closed
-    with pytest.raises(OutOfBlocks):
-        cache.reserve(keys("c"))
-    second = cache.pin(keys("a"))
-    lease.close()
-    assert cache.reserve(keys("c")).evicted == [b"b"] and lease.closed
-    with pytest.raises(LeaseExpired, match="reader"):
-        lease.close()
-    second.close()
-
-
-def test_what_is_not_here_cannot_be_pinned(make: Make) -> None:
-    cache = make()
-    store(cache, "a")
-    cache.reserve(keys("b"))
-    for name in ("b", "c"):
-        with pytest.raises(BlockNotFound, match=name.encode().hex()):
-            cache.pin(keys("a", name))
-    assert cache.stats().pinned == 0 and cache.leases == []
-    cache.abort(keys("b"))
-
-
-def test_an_owner_that_is_gone_loses_its_leases(make: Make) -> None:
-    cache = make()
-    store(cache, "a", "b")
-    gone, other = cache.pin(keys("a"), owner="gone"), cache.pin(keys("a", "b"), owner="other")
-    assert cache.revoke("gone") == 1 and gone.closed and cache.leases == [other]
-    other.close()
-
-
 def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make) -> None:
     cache = make()
     store(cache, "a")
@@ -170,18 +85,6 @@ def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make
     with pytest.raises(KeyError, match="its own"), cache.pin(keys("a"), owner="reader"):
         cache.revoke("reader")
         raise KeyError("its own")
-
-
-@pytest.mark.parametrize("verb", ["publish", "abort"])
-def test_only_pending_keys_come_to_an_end_and_all_or_none(make: Make, verb: str) -> None:
-    cache = make()
-    store(cache, "a")
-    cache.reserve(keys("b"))
-    for name in ("a", "c"):
-        with pytest.raises(BlockNotFound, match=name.encode().hex()):
-            getattr(cache, verb)(keys("b", name))
-    assert look(cache, "a", "b") == [HERE, PENDING]
-    cache.abort(keys("b"))
 
 
 @pytest.mark.parametrize("verb", ["forget", "clear"])
@@ -197,21 +100,6 @@ def test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing(make: 
     assert cache.publish(keys("a")) == 0 and cache.abort(keys("b")) == 1
     assert cache.reserve(keys("a", "b")).keys == (b"a", b"b")
     assert cache.publish(keys("a", "b")) == 2
-
-
-def test_clear_drops_everything_and_waits_for_nobody(make: Make) -> None:
-    cache = make(event_capacity=8)
-    store(cache, "a")
-    lease = cache.pin(keys("a"))
-    with pytest.raises(PoolBusy, match="1 open lease and 0 pending keys:"):
-        cache.clear()
-    cache.clear(force=True)
-    cache.verify()
-    assert look(cache, "a") == [ABSENT] and cache.events()[-1].kind == "cleared"
-    lease.close()
-    store(cache, "a")
-    cache.clear()
-    assert cache.stats().empty == 4
 
 
 def test_events_have_keys_and_a_gap_counts_what_was_lost(make: Make) -> None:
@@ -230,23 +118,6 @@ def test_events_have_keys_and_a_gap_counts_what_was_lost(make: Make) -> None:
     assert first[-1].next == second[0].number
     store(cache, "d"), store(cache, "e"), store(cache, "f")
     assert cache.events()[0].number > second[-1].next and cache.stats().events_dropped > 0
-
-
-def test_figures_add_up(make: Make) -> None:
-    cache = make(3)
-    store(cache, "a", "b", "c")
-    cache.reserve(keys("d"))
-    cache.abort(keys("d"))
-    lease = cache.pin(keys("a", "b"))
-    cache.reserve(keys("e"))
-    stats = cache.stats()
-    assert (stats.capacity, stats.free, stats.used, stats.evictable, stats.empty) == (3, 0, 3, 0, 0)
-    assert (stats.pinned, stats.pending, stats.leases) == (2, 1, 1)
-    assert (stats.reserved_blocks, stats.published_blocks, stats.aborted_blocks) == (5, 3, 1)
-    assert (stats.reused_blocks, stats.evicted_blocks, stats.forgotten_blocks) == (2, 1, 1)
-    assert stats.lifetime_ms.count == 1 and stats.reuse_gap_ms.count == 2
-    cache.abort(keys("e"))
-    lease.close()
 
 
 def test_times_are_those_of_the_content_and_not_of_its_block(make: Make) -> None:
@@ -354,14 +225,6 @@ def test_a_closed_cache_refuses_all_but_stats_and_close(make: Make) -> None:
             call()
 
 
-def test_no_keys_are_fine(make: Make) -> None:
-    cache = make()
-    assert cache.lookup([]).tolist() == [] and cache.reserve([]).keys == () and cache.touch([]) == 0
-    assert cache.publish([]) == cache.abort([]) == cache.forget([]) == 0
-    with cache.pin([]) as lease:
-        assert len(lease.blocks) == 0
-
-
 # ----------------------------------------
 # Threads that use one cache at the same time: one writer a key, one content a block.
 
@@ -465,20 +328,6 @@ class Talks:
         self.cache.verify()
         soon, late = (self.cache.lookup(keys_of(name, 10)) == self.cache.HERE for name in ("soon", "late"))
         return int(soon.sum()), int(late.sum())
-
-
-@pytest.mark.parametrize(("policy", "follows"), [("lru", "lru"), ("reuse", "reuse"), ("adaptive", "lru")])
-def test_the_figures_have_the_policy_that_evicts(make: Make, policy: str, follows: str) -> None:
-    assert make(4, policy=policy).stats().follows == follows
-
-
-@pytest.mark.parametrize(("policy", "left"), [("lru", (2, 10)), ("agent", (10, 2))])
-def test_the_conversation_that_is_away_for_longer_goes_its_end_first(
-    make: Make, policy: str, left: tuple[int, int]
-) -> None:
-    talks = Talks(make, policy)
-    gone = talks.turn("other", 12, 3_002)
-    assert talks.here == left and gone == keys_of("soon" if policy == "lru" else "late", 10)[:1:-1]
 
 
 def test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause(make: Make) -> None:

@@ -192,7 +192,7 @@ MUTATIONS = (
         "sequences[slot].mark",
         "False",
         "A sequence is released twice, and its blocks are given to two.",
-        ("tests/sequences/test_forks.py::test_arguments_of_forks_are_checked_before_anything_changes",),
+        ("tests/sequences/test_arguments.py::test_wrong_ids_are_named",),
     ),
     Mutation(
         "a_sequence_that_lost_a_block_goes_on",

@@ -52,7 +52,7 @@ MUTATIONS = (
         "row = (swapped_of(group) if sequences_of(group)[slot].live == SWAPPED else table_of(group))[slot]",
         "row = table_of(group)[slot]",
         "A sequence comes back with KV that never arrived on the host.",
-        ("tests/sequences/test_swaps.py::test_a_sequence_whose_copy_to_the_host_was_refused_can_only_be_released[0]",),
+        ("tests/sequences/test_swaps.py::test_a_sequence_whose_copy_was_refused_can_only_be_released[0-False]",),
     ),
     Mutation(
         "a_copy_to_the_host_does_not_wait_for_what_is_not_committed",

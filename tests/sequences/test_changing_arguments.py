@@ -17,7 +17,6 @@ import pytest
 from engine import Engine, small_layout
 from kvpool import BlockKeys, ModelIdentity, PagedKV, scatter_kv
 from kvpool.common.arrays.strided import as_strided
-from kvpool.device.base import Stream
 from kvpool.errors import OutOfSequences, UnknownSequence
 from kvpool.pool import StepTables
 from kvpool.tools.planner import Surveyor
@@ -94,42 +93,36 @@ def test_unpickled_keys_do_not_sit_on_the_memory_of_their_sender(make: Make) -> 
     assert keys.keys.tolist() == engine.cache.block_keys(list(range(9)), extra_ids=[1] * 9).keys.tolist()
 
 
-@pytest.mark.parametrize("name", ["tokens", "keys", "extra_ids"])
-def test_nobody_makes_arrays_of_keys_writable(make: Make, name: str) -> None:
-    array = getattr(make().cache.block_keys(list(range(9)), extra_ids=[1] * 9), name)
+def test_arrays_that_jitted_code_trusts_cannot_be_made_writable(make: Make) -> None:
+    cache = make().cache
+    keys, sequence = cache.block_keys(list(range(9)), extra_ids=[1] * 9), cache.add_sequence([1, 2, 3])
+    paged = PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D")
+    with cache.imports.reserve(list(range(20, 25))) as reservation:
+        targets = cache.imports.load_targets(sequence)[0]
+        for array in (keys.tokens, keys.keys, keys.extra_ids, paged.bases, reservation.blocks, targets.blocks):
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                array.flags.writeable = True
     with pytest.raises(ValueError, match="WRITEABLE"):
-        array.flags.writeable = True
-    assert not isinstance(array.base, np.ndarray)
-
-
-@pytest.mark.parametrize("name", ["request", "origin", "salt", "adapter_id", "namespace", "root"])
-def test_keys_have_nothing_that_can_be_set(make: Make, name: str) -> None:
-    keys = make().cache.block_keys(list(range(9)))
+        cache.block_table(sequence).table.flags.writeable = True
     with pytest.raises(AttributeError):
-        setattr(keys, name, getattr(make(T=2).cache.block_keys([1]), name, 0))
+        keys.root = 0  # type: ignore[misc]
 
 
 def test_keys_that_are_not_those_of_their_tokens_are_refused(make: Make) -> None:
     keys = make().cache.block_keys(list(range(9)))
     right = [keys.tokens, keys.keys, None, None, None, (keys.namespace, *keys.root), keys.origin]
     assert BlockKeys(*right).keys.tolist() == keys.keys.tolist()  # type: ignore[arg-type]
-    wrong: list[tuple[int, Any, type[Exception]]] = [
-        (0, np.arange(400), ValueError),
-        (0, np.zeros(9), TypeError),
-        (1, keys.keys[:1], ValueError),
-        (1, keys.keys[:0], ValueError),
-        (1, keys.keys.astype(np.int64), ValueError),
-        (2, 5, TypeError),
-        (4, np.ones(8, np.int64), ValueError),
-        (5, (1, 2), TypeError),
-        (5, (1 << 64, 2, 3), ValueError),
-        (6, ("x", 0), ValueError),
-        (6, ("x", 2), ValueError),
-        (6, "x", TypeError),
-    ]
-    for place, value, error in wrong:
-        with pytest.raises(error):
-            BlockKeys(*right[:place], value, *right[place + 1 :])  # type: ignore[arg-type]
+    for place, wrong in (
+        (0, [np.arange(400), np.zeros(9)]),
+        (1, [keys.keys[:1], keys.keys[:0], keys.keys.astype(np.int64)]),
+        (2, [5]),
+        (4, [np.ones(8, np.int64)]),
+        (5, [(1, 2), (1 << 64, 2, 3)]),
+        (6, [("x", 0), "x"]),
+    ):
+        for value in wrong:
+            with pytest.raises((TypeError, ValueError)):
+                BlockKeys(*right[:place], value, *right[place + 1 :])  # type: ignore[arg-type]
 
 
 def test_keys_are_made_once(make: Make) -> None:
@@ -173,25 +166,15 @@ def test_what_has_addresses_does_not_pickle_and_its_copy_keeps_the_memory(kind: 
 
 
 @pytest.mark.parametrize(
-    "interface",
-    [
-        5,
-        {},
-        {"typestr": "<i8", "shape": (1,)},
-        {"typestr": "x", "data": (1, 0), "shape": (1,)},
-        {"typestr": "<i8", "data": None, "shape": (1,)},
-    ],
+    "interface", [5, {}, {"typestr": "<i8", "shape": (1,)}, {"typestr": "<i8", "data": None, "shape": (1,)}]
 )
 def test_an_array_interface_that_is_none_is_a_type_error(interface: Any) -> None:
     class Odd:
         __array_interface__ = interface
 
+    paged = PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D")
     with pytest.raises(TypeError, match="slot_mapping"):
-        scatter_kv(
-            PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D"),
-            Odd(),
-            np.ones((2, 2, 1, 6), np.uint16),
-        )
+        scatter_kv(paged, Odd(), np.ones((2, 2, 1, 6), np.uint16))
 
 
 def test_what_is_checked_when_it_is_made_is_checked_when_it_is_unpickled() -> None:
@@ -260,12 +243,6 @@ def test_the_clock_is_never_asked_inside_the_state_lock(make: Make) -> None:
     cache.rewind(sequence, [1])
     cache.release(sequence)
     cache.clear()
-
-
-def test_a_stream_that_is_asked_for_its_handle_is_asked_outside_the_lock(make: Make) -> None:
-    engine = make()
-    with pytest.raises(TypeError, match="stream"):
-        engine.cache.add_sequence([1], stream=Stream("x"))  # type: ignore[arg-type]
 
 
 def test_blocks_that_are_there_are_asked_for_nothing(make: Make) -> None:
@@ -357,12 +334,6 @@ def test_what_is_not_an_array_is_refused_by_name(make: Make, given: Any) -> None
 # -- what was let out --------------------------------------------------------------------------------
 
 
-def test_addresses_of_a_paged_cache_cannot_be_changed() -> None:
-    paged = PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D")
-    with pytest.raises(ValueError, match="WRITEABLE"):
-        paged.bases.flags.writeable = True
-
-
 def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make) -> None:
     """Another thread finds it in ``leases`` before the block that takes it has ended."""
     cache = make().cache
@@ -375,19 +346,6 @@ def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make) -> None:
         with pytest.raises(ValueError, match="read-only"):
             lease.blocks[:] = 1 << 40
     lease.close()
-
-
-def test_block_tables_and_a_loaders_blocks_cannot_be_made_writable(make: Make) -> None:
-    cache = make().cache
-    sequence = cache.add_sequence([1, 2, 3])
-    with cache.imports.reserve(list(range(20, 25))) as reservation:
-        for array in (
-            cache.block_table(sequence).table,
-            reservation.blocks,
-            cache.imports.load_targets(sequence)[0].blocks,
-        ):
-            with pytest.raises(ValueError, match="WRITEABLE"):
-                array.flags.writeable = True
 
 
 def test_a_fork_that_must_be_refused_allocates_nothing(make: Make) -> None:
@@ -404,14 +362,6 @@ def test_a_fork_that_must_be_refused_allocates_nothing(make: Make) -> None:
         tracemalloc.stop()
     assert (raised.value.needed, raised.value.free) == (2 << 24, 2) and peak < 1 << 20
     cache.release(ids)
-
-
-@pytest.mark.parametrize(
-    "index", [1 << 70, -(1 << 70), (0, 1 << 70), np.uint64(1 << 63), slice(0, 2, 0), (...,) * 2], ids=str
-)
-def test_an_index_that_names_nothing_is_an_index_error(make: Make, index: Any) -> None:
-    with pytest.raises(IndexError):
-        make().cache.memory.export("device")[index]
 
 
 def test_a_request_with_fewer_ids_than_tokens_is_refused() -> None:

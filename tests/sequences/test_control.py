@@ -10,8 +10,6 @@ import pytest
 
 from engine import Engine
 from group_engine import GroupsEngine
-from kvpool import PoolClosed
-from tests import debug
 from tests.race.lab import Lab
 
 Make = Callable[..., Engine]
@@ -164,50 +162,6 @@ def test_forgetting_is_reported(make: Make) -> None:
     assert sorted(removed) == [("removed", "device", 1)] * 3 + [("removed", "host", 1)] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "reason"),
-    [
-        ({}, TypeError, "exactly one"),
-        ({"prompt": [1], "namespace": (None, None)}, TypeError, "exactly one"),
-        ({"namespace": "A"}, TypeError, "a pair"),
-        ({"namespace": ("A",)}, TypeError, "a pair"),
-        ({"namespace": (1, None)}, TypeError, "salt: .*1"),
-        ({"namespace": (None, 1.5)}, TypeError, "adapter_id: .*1.5"),
-        ({"prompt": []}, ValueError, "none"),
-        ({"prompt": [b"short"]}, ValueError, "key: expected 16 bytes, got 5"),
-        ({"prompt": np.zeros((2, 3), np.uint64)}, ValueError, "shape"),
-        ({"prompt": "text"}, TypeError, "prompt"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_of_forget_are_named_and_change_nothing(
-    make: Make, arguments: dict[str, Any], error: type[Exception], reason: str
-) -> None:
-    engine = make()
-    engine.seed(A[:5])
-    before = debug.dump(engine.cache.core.tokens)
-    with pytest.raises(error, match=reason):
-        engine.cache.content.forget(**arguments)
-    assert debug.dump(engine.cache.core.tokens) == before
-
-
-def test_keys_of_another_pool_are_refused_and_closed_pools_say_so(make: Make) -> None:
-    engine, other = make(), make()
-    with pytest.raises(ValueError, match="another secret"):
-        engine.cache.content.forget(other.prompt(A))
-    with pytest.raises(ValueError, match="another secret"):
-        engine.cache.content.set_priority(other.prompt(A), 5)
-    engine.cache.close()
-    for call in (
-        lambda: engine.cache.content.forget(namespace=("A", None)),
-        lambda: engine.cache.content.forget(bytes(16)[None:] and [bytes(16)]),
-        lambda: engine.cache.content.set_priority([bytes(16)], 5),
-        lambda: engine.cache.content.cached_blocks([bytes(16)]),
-    ):
-        with pytest.raises(PoolClosed):
-            call()
-
-
 @pytest.mark.parametrize("without", [None, "copy_writes_after_engine", "engine_writes_after_engine"])
 def test_an_emptied_block_is_not_written_before_its_last_reader_has_run(without: str | None) -> None:
     """On the sim device, with the first stream stalled; without the rule, the device sees the race."""
@@ -245,17 +199,6 @@ def test_the_time_of_a_priority_begins_now_or_at_release(make: Make) -> None:
     assert engine.cache.content.set_priority(engine.prompt(A), 80) == 3, "for ever"
     engine.clock.now = 1000
     assert engine.cache.content.refresh() == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [((101,), ValueError), ((-1,), ValueError), ((None,), TypeError), ((50, 0), ValueError), ((50, "x"), TypeError)],
-)
-def test_wrong_priorities_are_refused(make: Make, arguments: tuple[Any, ...], error: type[Exception]) -> None:
-    engine = make()
-    ttl = {"ttl_ms": arguments[1]} if len(arguments) > 1 else {}
-    with pytest.raises(error, match="priority" if not ttl else "ttl_ms"):
-        engine.cache.content.set_priority(A, arguments[0], **ttl)
 
 
 # -- requests that reuse or publish nothing ----------------------------------------------------------------------------
@@ -296,12 +239,6 @@ def test_a_request_that_publishes_nothing_leaves_no_tail_either(make: Make) -> N
     engine.seed(A[:5])
     engine.finish(engine.admitted(engine.cache.add_sequence(engine.cache.block_keys(A[:8], publish=False)), A[:8]))
     assert engine.reusable(A) == 4
-
-
-@pytest.mark.parametrize("name", ["reuse", "publish"])
-def test_switches_are_flags(make: Make, name: str) -> None:
-    with pytest.raises(TypeError, match=name):
-        make().cache.block_keys(A, **{name: 1})  # type: ignore[arg-type]
 
 
 # -- what is cached, and what could be brought -------------------------------------------------------------------------

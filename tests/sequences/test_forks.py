@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from engine import Engine, Request
 from failing import Rig, on_host_only
 from kvpool import OutOfBlocks
-from kvpool.errors import DeviceError, OutOfSequences, UnknownSequence
+from kvpool.errors import DeviceError
 from tests import debug
 
 Make = Callable[..., Engine]
@@ -119,40 +118,6 @@ def test_a_rewind_into_shared_blocks_leaves_them_to_the_others(make: Make, commi
 
 
 # -- the end ---------------------------------------------------------------------------------------------
-
-
-def test_arguments_of_forks_are_checked_before_anything_changes(make: Make) -> None:
-    engine = make(max_sequences=4)
-    a, b = beams(engine, [*range(6)], 2)
-    reservation = engine.cache.imports.reserve([50, 51])
-    before = debug.dump(engine.cache.core.tokens)
-    refused: list[tuple[Any, type[Exception], str]] = [
-        (lambda: engine.cache.fork(a.id, -1), ValueError, "n"),
-        (lambda: engine.cache.fork(a.id, 5), OutOfSequences, "5 .*1"),
-        (lambda: engine.cache.fork(a.id, 1.5), TypeError, "n"),
-        (lambda: engine.cache.fork(a.id, 2), OutOfSequences, "2 .*1"),
-        (lambda: engine.cache.fork([a.id, b.id]), OutOfSequences, "2 .*1"),
-        (lambda: engine.cache.fork([a.id, a.id]), ValueError, "twice"),
-        (lambda: engine.cache.fork(reservation.id), UnknownSequence, str(reservation.id)),
-        (lambda: engine.cache.reorder([a.id, reservation.id], [0, 0]), UnknownSequence, str(reservation.id)),
-        (lambda: engine.cache.reorder([a.id, b.id], [0]), ValueError, "parents: expected 2.*got 1"),
-        (lambda: engine.cache.reorder([a.id, b.id], [0, 2]), ValueError, "parents: .*got 2"),
-        (lambda: engine.cache.reorder([a.id, b.id], [0, -1]), ValueError, "parents: .*got -1"),
-        (lambda: engine.cache.reorder([a.id, b.id], [0, 0.5]), TypeError, "parents"),
-        (lambda: engine.cache.reorder([a.id, b.id], [0, 0], store=1), TypeError, "store"),
-        (lambda: engine.cache.reorder([a.id, a.id], [0, 0]), ValueError, "twice"),
-    ]
-    for call, error, text in refused:
-        with pytest.raises(error, match=text):
-            call()
-        assert debug.dump(engine.cache.core.tokens) == before
-    reservation.abort()
-
-
-def test_no_beams_are_forked_and_reordered_without_an_error(make: Make) -> None:
-    engine = make()
-    assert engine.cache.fork(engine.add([1]).id, 0).shape == (0,) and engine.cache.fork([]).shape == (0, 1)
-    engine.cache.reorder([], [])
 
 
 # -- what fails ------------------------------------------------------------------------------------------

@@ -30,14 +30,6 @@ def refused(cache: KVCacheManager, call: Callable[[], object]) -> Exception:
 # -- what it says --------------------------------------------------------------------------------------
 
 
-def test_more_than_the_pool_has_is_said_to_fit_never(make: Make) -> None:
-    cache = make(P=8, S=8).cache
-    sequence = cache.add_sequence(list(range(30)))
-    error = refused(cache, lambda: cache.append_tokens(sequence, [1, 2, 3]))
-    assert str(error) == f"tokens: expected at most 8 device blocks for sequence {sequence}, got 9: {NEVER}"
-    cache.append_tokens(sequence, [1, 2])
-
-
 def test_an_engine_that_swaps_out_and_resumes_ends(make: Make) -> None:
     cache = make(P=8, S=8).cache
     sequence, rounds = cache.add_sequence(list(range(32))), 0
@@ -82,14 +74,11 @@ def test_copies_for_forks_do_not_count(make: Make) -> None:
 
 
 def test_pinned_and_reserved_blocks_do_not_count(make: Make) -> None:
-    cache = make(P=8, S=0, max_sequences=8).cache
-    cache.release(cache.add_sequence(list(range(50, 58))))
-    keys = cache.block_keys(list(range(50, 58)))
-    sequence = cache.add_sequence(keys)
-    cache.commit(sequence)
-    cache.release(sequence)
+    engine = make(P=8, S=0, max_sequences=8)
+    cache = engine.cache
+    engine.seed(range(50, 58), committed=8)
     sequence = cache.add_sequence(list(range(16)))
-    with cache.pin(keys.keys, tier="device"), cache.imports.reserve(list(range(70, 74))):
+    with cache.pin(engine.keys(range(50, 58)), tier="device"), cache.imports.reserve(list(range(70, 74))):
         assert type(refused(cache, lambda: cache.append_tokens(sequence, [1] * 8))) is OutOfBlocks
         assert type(refused(cache, lambda: cache.append_tokens(sequence, [1] * 17))) is ValueError
     cache.append_tokens(sequence, [1] * 16)
@@ -138,12 +127,3 @@ def test_a_state_that_others_find_needs_a_block_beside_the_next_one() -> None:
                 error = refused(cache, grow)
                 assert "at most 2 device blocks of group 1" in str(error) and "got 3" in str(error)
             cache.release(sequence)
-
-
-def test_other_refusals_come_first(make: Make) -> None:
-    cache = make(P=8, S=0).cache
-    sequence = cache.add_sequence(list(range(8)))
-    with pytest.raises(ValueError, match="named twice"):
-        cache.append_tokens([sequence, sequence], [1] * 80, [40, 40])
-    with pytest.raises(ValueError, match="add up to"):
-        cache.append_tokens(sequence, [1] * 80, [90])

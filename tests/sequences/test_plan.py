@@ -9,7 +9,6 @@ import pytest
 
 from engine import Engine
 from group_engine import GroupsEngine
-from kvpool import PoolClosed
 
 Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]
@@ -92,20 +91,6 @@ def test_each_group_has_its_own(open_: Open) -> None:
     assert engine.cache.free_blocks_per_group.tolist() == engine.free_blocks()
     with pytest.raises(ValueError, match="free_blocks: expected free_blocks_per_group .*4 groups"):
         engine.cache.free_blocks  # noqa: B018
-
-
-def test_the_only_group_is_in_both(make: Make) -> None:
-    engine = make(P=8)
-    engine.add(range(9))
-    assert engine.cache.free_blocks == 5 and engine.cache.free_blocks_per_group.tolist() == [5]
-
-
-def test_a_pool_that_is_closed_says_so(make: Make) -> None:
-    engine = make()
-    engine.cache.close()
-    for name in ("free_blocks", "free_blocks_per_group"):
-        with pytest.raises(PoolClosed):
-            getattr(engine.cache, name)
 
 
 # ----------------------------------------

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from numba.core import config
 
@@ -250,26 +249,6 @@ VERBS = (
     storage.StoreWorker,
 )
 """Public classes that callers make, or whose methods they call."""
-MADE_BY_THE_POOL = {
-    # What calls return, and what describes a pool to another process: their methods take no arrays.
-    *"Admission Attachment BlockTable CloseReport Event Events Explanation GroupStats HintAnswer".split(),
-    *"HostCacheStats HostEvent".split(),
-    *"HostTierDescription MissingBlocks Match Missed Plan RequestStats Reserved SharedTier Stats TierStats".split(),
-    *(
-        "BreakerStats",
-        "HostStorageManagerStats",
-        "StorageManagerStats",
-        "Forgotten",
-        "StoreRequest",
-        "Prefetch",
-        "Space",
-        "StoreStats",
-    ),
-    "RetentionRange",  # one tuple of ``retention``
-    "StagingBuffers",  # walked as an argument of ``gather_kv``
-    # Interfaces, and what only a queue or a storage manager calls.
-    *("Store", "MemoryStore", "CircuitBreaker", "LoadOrCompute", "LoadPolicy"),
-}
 BUILT = {
     kvpool.pool.GraphTables,
     kvpool.pool.LayerLoads,
@@ -332,39 +311,3 @@ BY_NAME = {("add_sequence_batch", "prompts"), ("import_blocks", "prompt"), ("Sto
 @pytest.mark.parametrize("owner", VERBS, ids=lambda owner: owner.__name__)
 def test_the_walk_covers_every_argument_of_every_public_call(owner: type) -> None:
     assert not not_walked(owner)
-
-
-def test_every_public_class_and_function_is_known_to_the_walk() -> None:
-    public = {name for package in PACKAGES for name in _public(package)}
-    classes = {name for name, value in public if inspect.isclass(value) and not issubclass(value, BaseException)}
-    known = {owner.__name__ for owner in VERBS}
-    parts = {part.__name__ for part in PARTS.values()}
-    assert classes == known | parts | MADE_BY_THE_POOL, "another public class: do callers give it arrays?"
-    walked = {(case.verb, argument) for case in CASES for argument in case.arrays}
-    functions = {(name, argument) for name, call in public if inspect.isfunction(call) for argument in _arguments(call)}
-    missed = {f"{name}.{parameter}" for name, parameter in functions - walked} - NO_ARRAYS - IN_PLACE
-    # What opens a pool passes its arguments on to constructors.
-    assert not {name for name in missed if not name.startswith(("open.", "open_host_cache."))}
-
-
-def _public(package: Any) -> Iterator[tuple[str, Any]]:
-    names = getattr(package, "__all__", None) or [name for name in vars(package) if not name.startswith("_")]
-    for name in names:
-        value = getattr(package, name)
-        if getattr(value, "__module__", "").startswith("kvpool."):
-            yield name, value
-
-
-def test_a_new_verb_with_an_array_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swap(self: Any, ids: Any, *, force: bool = False, tokens: npt.NDArray[np.int32]) -> None: ...
-
-    monkeypatch.setattr(kvpool.HostCache, "swap", swap, raising=False)
-    assert not_walked(kvpool.HostCache) == ["HostCache.swap(ids)", "HostCache.swap(tokens)"]
-
-
-@pytest.mark.parametrize("name", sorted(NO_ARRAYS | IN_PLACE))
-def test_the_lists_name_arguments_that_exist(name: str) -> None:
-    owner, _, argument = name.partition(".")
-    value = next(value for package in PACKAGES if (value := getattr(package, owner, None)))
-    calls = [call for _, call in _methods(value)] if inspect.isclass(value) else [value]
-    assert any(argument in _arguments(call) for call in calls)
