@@ -258,10 +258,10 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
         queue.memory[0] = content(7)
         faulty.before[at] = gate
         job = queue.save(new, np.arange(1))
-        assert gate.reached.wait(600)
+        gate.wait()
         before = crash(tmp_path / "store", tmp_path / "before")
         gate.open()
-        assert job.wait(600, returned=True) and job.ok == 1
+        assert returned(job).ok == 1
         after = crash(tmp_path / "store", tmp_path / "after")
     for folder, expected in ((before, [OK if at == "pwritev" else DAMAGED, ABSENT]), (after, [ABSENT, OK])):
         with open_queue(DiskStore(folder)) as queue:
@@ -281,7 +281,7 @@ def test_a_block_that_was_there_at_a_crash_is_made_durable_once(tmp_path: Path, 
         queue.memory[1] = content(7)
         faulty.before["fdatasync" if taken else "pwritev"] = gate
         job = queue.save(keys_of(queue, 1, 7), np.arange(1, 2), limit=1)
-        assert gate.reached.wait(600)
+        gate.wait()
         left = crash(tmp_path / "store", tmp_path / "left")
         gate.open()
         assert job.wait(600, returned=True)
@@ -318,10 +318,10 @@ def test_a_crash_while_a_block_gets_other_bytes_leaves_the_old_or_the_new(
         fill(queue.memory, 4, 4)
         faulty.before[at] = gate
         job = queue.save(keys_of(queue, 4), np.arange(4))
-        assert gate.reached.wait(600)
+        gate.wait()
         left = crash(doubtful, tmp_path / "again")
         gate.open()
-        assert job.wait(600, returned=True) and job.ok == 4
+        assert returned(job).ok == 4
         later = crash(doubtful, tmp_path / "later")
     assert (loaded(left), loaded(later)) == ([0, 1, 2, 3], [4, 5, 6, 7])
 
@@ -340,7 +340,7 @@ def test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new(
         faulty.after, faulty.before = {}, {"fdatasync": gate}
         fill(queue.memory, 4, 100)
         other = queue.save(keys_of(queue, 4, 100), np.arange(4))
-        assert gate.reached.wait(600)
+        gate.wait()
         left = crash(doubtful, tmp_path / "again")
         gate.open()
         assert other.wait(600, returned=True)
@@ -421,7 +421,7 @@ def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, 
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error")) if failing else gate
         job = queue.save(keys, np.arange(4))
         if not failing:
-            assert gate.reached.wait(600)
+            gate.wait()
             job.cancel()
             gate.open()
         assert job.wait(600, returned=True) and not job.ok
@@ -438,12 +438,12 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
     with open_queue(DiskStore(doubtful, system=system)) as queue:
         keys = keys_of(queue, 1)
         load = queue.load(keys, np.arange(20, 21))
-        assert gate.reached.wait(600)
+        gate.wait()
         fill(queue.memory, 1, 4)
         assert returned(queue.save(keys, np.arange(1))).ok
         saved(queue, 8, first=100)  # all that there is room for
         gate.open()
-        assert load.wait(600, returned=True) and load.ok == 1
+        assert returned(load).ok == 1
         assert np.array_equal(queue.memory[20], content(0))
         evicted = queue.stats().store["evicted"]
         saved(queue, 1, first=200)

@@ -21,7 +21,7 @@ from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.children import in_child, refuses
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, codes_of, keys_of, memory
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, codes_of, keys_of, memory, returned
 from tests.stores.mooncake.cluster import object_prefix
 
 SIZE = BLOCK_BYTES + 16
@@ -79,7 +79,8 @@ def hung(library: Library) -> Iterator[tuple[Client, Gate]]:
     library.answers["batch_is_exist"] = lambda keys: gate() or [1]
     reader = threading.Thread(target=lambda: made.exist(["a"]))
     reader.start()
-    assert gate.reached.wait(600) and made.calls == 1
+    gate.wait()
+    assert made.calls == 1
     yield made, gate
     gate.open()
     reader.join(600)
@@ -172,7 +173,7 @@ def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: St
         library.answers["batch_get_into_multi_buffers"] = lambda names, *rest: gate() or [SIZE]
         reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
         reader.start()
-        assert gate.reached.wait(600)
+        gate.wait()
         in_child(lambda: refuses(lambda: store.load(keys, rows, lambda: False)))
         gate.open()
         reader.join(600)
@@ -229,7 +230,7 @@ def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: St
     answers = iter([[-900] * 3, [0, -703, -704], [0, -704, -704]])
     library.answers["batch_remove"] = lambda *_: next(answers)
     job = queue.forget(keys)
-    assert job.wait(600, returned=True) and job.ok == 3 and job.dropped == 1
+    assert returned(job).ok == 3 and job.dropped == 1
     assert next(answers, None) is None and "unfinished" in job.error
     stats = queue.stats().store
     assert stats["not_there"] == 0 and stats["master_unreachable"] == 3 and stats["unfinished"] == 1
@@ -245,7 +246,7 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreWorker, 
 
     library.answers["remove_by_regex"] = remove
     job = queue.clear()
-    assert job.wait(600, returned=True) and job.ok == 1 and job.dropped == 7
+    assert returned(job).ok == 1 and job.dropped == 7
     mine, others = (object_prefix(secret, identity) for secret, identity in ((bytes(32), IDENTITY), (bytes(32), OTHER)))
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
@@ -264,7 +265,7 @@ def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreWor
 def test_an_answer_of_another_form_fails_the_blocks(queue: StoreWorker, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
     job = queue.load(keys_of(queue, 4), np.arange(4))
-    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4 and "has answered" in job.error
+    assert codes_of(job) == [FAILED] * 4 and "has answered" in job.error
 
 
 def test_rows_of_a_load_that_the_library_gave_up_are_not_returned_before_it_has_let_go(
@@ -305,7 +306,7 @@ def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreWorker
     tag = queue.secret.tag(b"tenant")
     for first in (0, 4):
         job = queue.save(keys_of(queue, 4, first), np.arange(4), tag=tag, limit=6)
-        assert job.wait(600, returned=True) and job.ok == 4
+        assert returned(job).ok == 4
     assert removed == [2] and queue.stats().store["dropped"] == 2
     library.answers["batch_remove"] = -900
     assert codes_of(queue.save(keys_of(queue, 4, 8), np.arange(4), tag=tag, limit=6)) == [FAILED] * 4, (
