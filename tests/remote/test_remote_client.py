@@ -287,3 +287,5 @@ def test_keys_of_a_pool_with_another_secret_are_refused_before_anything_is_sent(
     with BlockClient("tcp://127.0.0.1:1", here.cache, timeout=0.1) as client:
         with pytest.raises(ValueError, match="another secret"):
             client.fetch(other.prompt(TOKENS))
+    with pytest.raises(ValueError, match="the client is closed"):
+        client.fetch(TOKENS)

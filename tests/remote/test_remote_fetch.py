@@ -55,7 +55,7 @@ def test_unknown_keys_among_known_ones_are_missing_in_place(make: Make, layout: 
 
 
 def test_blocks_of_the_device_tier_are_not_served(make: Make) -> None:
-    with pair(make, 0) as (there, here, _, server, client):
+    with pair(make, 0, "tcp://localhost:*") as (there, here, _, server, client):
         tokens = list(range(17))
         there.seed(tokens)
         assert client.fetch(tokens) == 0

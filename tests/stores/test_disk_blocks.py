@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.storage import ABSENT, CANCELLED, OK, REFUSED, StoreWorker
+from kvpool.storage import CANCELLED, OK, REFUSED, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk.slot_index import PER_PAGE, Index, SlotTable
 from tests.stores.contract import LastingContract
@@ -117,17 +116,7 @@ def test_a_store_evicts_as_an_lru_with_limits_through_restarts(disk: Disk, seed:
                 assert [n for at in (0, 100, 200) for n in here(queue, 32, at)] == sorted(model.tags)
 
 
-def test_a_crash_keeps_the_order_of_saves(disk: Disk, tmp_path: Path) -> None:
-    with disk(8) as queue:
-        for first in (4, 0):
-            saved(queue, 4, first=first)
-        crash(tmp_path / "store", tmp_path / "later")
-    with disk(8, "later") as queue:
-        saved(queue, 4, first=8)
-        assert here(queue, 12) == [0, 1, 2, 3, 8, 9, 10, 11]
-
-
-def test_the_uses_of_a_long_run_are_written_with_later_commits(disk: Disk, tmp_path: Path) -> None:
+def test_a_crash_keeps_the_order_of_saves_and_of_uses_before_the_last_commit(disk: Disk, tmp_path: Path) -> None:
     with disk(9) as queue:
         saved(queue, 4)
         saved(queue, 4, first=4)
@@ -187,34 +176,20 @@ def test_a_block_that_is_read_is_not_overwritten(disk: Disk, faulty: Faulty) -> 
 
 def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limits() -> None:
     """A namespace with a limit needs its keys in order. One that has no block any more needs nothing."""
-    model, limit = bytes(16), 2
-    index = Index(SlotTable(64), model, in_doubt=False)
+    index = Index(SlotTable(64), bytes(16), in_doubt=False)
 
-    def save(key: bytes, tag: bytes) -> None:
-        assert index.reserve([key], tag, limit)[0] >= 0
+    def save(number: int, tag: bytes) -> bytes:
+        key = number.to_bytes(32, "big")
+        assert index.reserve([key], tag, limit=2)[0] >= 0
         index.publish([key], [bytes(16)])
         index.complete([key])
+        return key
 
-    def come_and_go(numbers: range) -> None:
-        for number in numbers:
-            key, tag = number.to_bytes(32, "big"), number.to_bytes(16, "big")
-            save(key, tag)
-            assert index.forget([key]) == 1
-
-    staying = b"a tenant, staying"[:16]
-    keys = [b"%32d" % number for number in range(3)]
-    save(keys[0], staying)
-    save(keys[1], staying)
-    tracemalloc.start()
-    try:
-        come_and_go(range(1, 1_000))
-        before, _ = tracemalloc.get_traced_memory()
-        come_and_go(range(1_000, 4_000))
-        after, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert after - before < 3_000 * 64, "nothing is kept for 3,000 namespaces that have left"
-    save(keys[2], staying)
+    keys = [save(number, b"a tenant, staying"[:16]) for number in range(2)]
+    for number in range(10, 3_000):
+        assert index.forget([save(number, number.to_bytes(16, "big"))]) == 1
+    assert len(index._tags) <= 1024
+    keys.append(save(2, b"a tenant, staying"[:16]))
     assert [index.has(key) for key in keys] == [False, True, True]
 
 
@@ -363,20 +338,6 @@ def test_another_capacity_keeps_what_fits(disk: Disk, tmp_path: Path) -> None:
         assert queue.stats().store["blocks"] == 110
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         assert queue.stats().store["capacity"] == 200, "without a capacity it stays as it is"
-
-
-def test_the_slab_is_allocated_when_the_store_is_opened(disk: Disk, tmp_path: Path) -> None:
-    with disk(512):
-        status = (tmp_path / "store" / "slab").stat()
-        assert status.st_size == 512 * BLOCK_BYTES <= status.st_blocks * 512
-
-
-def test_a_block_that_is_absent_costs_no_read(disk: Disk, faulty: Faulty) -> None:
-    with disk(8) as queue:
-        assert (
-            codes_of(queue.load(np.zeros((3, 32), np.uint8), np.arange(3))) == [ABSENT] * 3
-            and "preadv" not in faulty.count
-        )
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -26,6 +26,15 @@ ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 # -- what it is for --------------------------------------------------------------------------------------
 
 
+def test_the_identity_of_the_stores_can_outlive_the_caches(make: Make, store: Wrong) -> None:
+    """The cache's may name the engine that runs."""
+    make().saved(4)
+    cache = HostCache(8, BLOCK_BYTES, identity=OTHER)
+    with HostTier.of(cache) as tier, HostStorageManager(cache, tier, [store], identity=IDENTITY) as manager:
+        assert manager.find(b"block 0") == PENDING and manager.drain(600)
+        assert manager.find(b"block 0") == HERE
+
+
 def test_why_stores_have_not_brought_a_key_is_said(make: Make, store: Wrong) -> None:
     engine = make(blocks=8)
     engine.saved(2)

@@ -88,6 +88,16 @@ def test_what_a_policy_raises_ends_the_keys_that_it_was_asked_about(
     assert engine.stats.missed == {"failed": 3}
 
 
+def test_a_load_without_room_does_not_inform_its_policy(make: Make) -> None:
+    policy = Some(9)
+    engine = make(blocks=4, policies=[policy])
+    engine.saved(2)
+    engine.write(4, first=10)
+    with engine.manager.pin(names(4, 10)):
+        assert engine.ask(2) == [ABSENT] * 2
+    assert policy.outcomes == [(-1, 0.0)] and engine.stats.missed == {"crowded": 2}
+
+
 def test_a_policy_is_asked_about_what_has_room_and_nothing_else_counts_against_the_store(
     make: Make, store: Wrong
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool import HostCache
@@ -114,6 +115,16 @@ def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspend
         assert engine.ask(2) == [ABSENT] * 2
     threads.clear()
     assert engine.stats.suspended and engine.ask(2) == [ABSENT] * 2 and not threads
+
+
+def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Make) -> None:
+    store = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    store.indexed = True
+    engine = make(store, retry_seconds=0.0)
+    store.after["find"] = lambda codes: np.full(len(codes) + 1, 1, np.uint8)
+    for _ in range(3):
+        assert engine.ask(1) == [ABSENT]
+    assert engine.stats.missed == {"failed": 3} and engine.stats.suspended == ("wrong",)
 
 
 def test_a_store_whose_find_ends_the_callers_thread_can_be_closed() -> None:

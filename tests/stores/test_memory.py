@@ -104,7 +104,7 @@ def test_the_oldest_keys_of_the_tag_go_and_the_beginning_of_a_prompt_is_kept() -
         ([], 3, ([], [], [])),
     ]:
         assert limits.add(A, new, limit) == answer
-    assert limits.add(B, keys(9), 1).gone == [] and len(limits) == 3
+    assert limits.add(B, keys(9), 0).gone == limits.add(B, keys(9), 1).gone == [] and len(limits) == 3
 
 
 def test_keys_that_were_not_saved_do_not_count_and_those_that_were_not_dropped_do() -> None:

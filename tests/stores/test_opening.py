@@ -30,6 +30,7 @@ MODEL: dict[str, Any] = {"model": "tiny", "revision": "1"}
 PROMPT = list(range(14))
 MEMORY = "memory:?capacity=1MiB"
 OTHER = kvpool.ModelIdentity("tiny", "1", "float32", "pages", "mine 1")
+SHORT = kvpool.ModelIdentity("tiny", "1", "float16", kvpool.BlockLayout(1, 1, 1, 4), "mine 1")
 IDENTITY = kvpool.ModelIdentity("tiny", "1", "uint8", "pages", "mine 1")
 
 
@@ -193,6 +194,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"revision": None}, ValueError, "revision: expected a text with the name of a model, .* got None"),
     ({"model": IDENTITY}, ValueError, "revision: expected .* None with a ModelIdentity, got '1'"),
     ({"model": OTHER, "revision": None}, ValueError, "identity.kv_dtype: expected float16, as in the blocks, got 'fl"),
+    ({"model": SHORT, "revision": None}, ValueError, "identity.layout: expected .+, got "),
+    ({"model": ""}, ValueError, "model: expected a text"),
     ({"secret": b"short"}, ValueError, "secret: expected 16 to 64 bytes, got 5 bytes"),
     ({"host_blocks": 0}, ValueError, "pool: expected a host tier for all groups of layers, got host_blocks=0"),
     ({"event_capacity": 0}, ValueError, "pool: expected one that records events"),

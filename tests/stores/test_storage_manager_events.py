@@ -91,6 +91,8 @@ def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
                         media[event["medium"]] = media.get(event["medium"], 0) + len(event["block_hashes"])
             if "MEMORY" in media:
                 break
+        with pytest.raises(ValueError, match="storage: .*"):
+            KVEventPublisher(engine.cache, storage="storage")  # type: ignore[arg-type]
         socket.close(0)
         context.term()
         assert media["MEMORY"] == 10 and {"GPU", "CPU"} >= set(media) - {"MEMORY"}

@@ -3,9 +3,7 @@ library that answers what a test wants."""
 
 from __future__ import annotations
 
-import gc
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -138,11 +136,6 @@ def test_who_closes_waits_for_calls_under_way(library: Library, hung: tuple[Clie
     assert library.calls.count("close") == 1 and made.calls == 0
 
 
-def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library, hung: tuple[Client, Gate]) -> None:
-    hung[0].close(0.05)
-    assert "close" not in library.calls
-
-
 def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,48 +159,34 @@ def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreWorker, library:
     made.close()
 
 
-def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: StoreWorker, library: Library) -> None:
-    store, gate = MooncakeStore(secret=bytes(32), threads=1), Gate()
-    keys, rows = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
-    with StoreWorker(store, memory(), IDENTITY):
-        library.answers["batch_get_into_multi_buffers"] = lambda names, *rest: gate() or [SIZE]
-        reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
-        reader.start()
-        gate.wait()
-        in_child(lambda: refuses(lambda: store.load(keys, rows, lambda: False)))
-        gate.open()
-        reader.join(600)
-
-
 # -- what the library answers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("code", "found", "saved", "loaded", "reason"),
+    ("code", "meaning", "reason"),
     [
-        (-200, REFUSED, REFUSED, REFUSED, "no_space"),
-        (-703, ABSENT, ABSENT, ABSENT, "unfinished"),
-        (-704, ABSENT, ABSENT, ABSENT, "not_there"),
-        (-707, FAILED, FAILED, FAILED, "lease_ended"),
-        (-800, FAILED, FAILED, FAILED, "transfer_failed"),
-        (-801, DAMAGED, DAMAGED, DAMAGED, "checksum"),
-        (-900, FAILED, FAILED, FAILED, "master_unreachable"),
-        (-901, FAILED, FAILED, FAILED, "master_late"),
-        (-600, FAILED, FAILED, FAILED, "bad_argument"),
-        (-12345, FAILED, FAILED, FAILED, "other_error"),
+        (-200, REFUSED, "no_space"),
+        (-703, ABSENT, "unfinished"),
+        (-704, ABSENT, "not_there"),
+        (-707, FAILED, "lease_ended"),
+        (-800, FAILED, "transfer_failed"),
+        (-801, DAMAGED, "checksum"),
+        (-900, FAILED, "master_unreachable"),
+        (-901, FAILED, "master_late"),
+        (-600, FAILED, "bad_argument"),
+        (-12345, FAILED, "other_error"),
     ],
 )
 def test_each_code_has_one_meaning_and_is_counted(
-    queue: StoreWorker, library: Library, code: int, found: int, saved: int, loaded: int, reason: str
+    queue: StoreWorker, library: Library, code: int, meaning: int, reason: str
 ) -> None:
     for name in ("batch_put_from_multi_buffers", "batch_get_into_multi_buffers", "batch_is_exist"):
         library.answers[name] = code
     keys = keys_of(queue, 2)
     jobs = [queue.find(keys), queue.save(keys, np.arange(2)), queue.load(keys, np.arange(2))]
-    assert all(job.wait(600, returned=True) for job in jobs)
-    assert [job.codes.tolist() for job in jobs] == [[found] * 2, [saved] * 2, [loaded] * 2]
+    assert [codes_of(job) for job in jobs] == [[meaning] * 2] * 3
     assert queue.stats().store[reason] == 6
-    if found == FAILED:
+    if meaning == FAILED:
         assert all(reason in job.error and str(code) in job.error for job in jobs)
 
 
@@ -251,17 +230,7 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreWorker, 
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
 
-def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreWorker) -> None:
-    with pytest.raises(ValueError, match="expected one that can drop the blocks of a namespace"):
-        queue.clear(queue.secret.tag(b"tenant"))
-
-
-def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreWorker, library: Library) -> None:
-    library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
-    assert codes_of(queue.load(keys_of(queue, 2), np.arange(2))) == [DAMAGED] * 2
-
-
-@pytest.mark.parametrize("answer", [None, "text", [0], [0] * 5])
+@pytest.mark.parametrize("answer", [None, [0] * 5])
 def test_an_answer_of_another_form_fails_the_blocks(queue: StoreWorker, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
     job = queue.load(keys_of(queue, 4), np.arange(4))
@@ -345,8 +314,6 @@ def test_a_client_that_does_not_begin_is_an_error(library: Library, name: str, c
     [
         (ModuleNotFoundError("No module named 'mooncake'"), r"pip install .\.\[mooncake\]"),
         (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
-        (ImportError("libcurl.so.4: cannot open shared object file"), "apt-get install libcurl4"),
-        (ImportError("libnuma.so.1: cannot open shared object file"), "apt-get install libnuma1"),
         (ImportError("other"), r"cannot be loaded \(other\)$"),
     ],
 )
@@ -363,48 +330,24 @@ def test_what_is_missing_is_named(error: ImportError, words: str, monkeypatch: p
         MooncakeStore(secret=bytes(32))
 
 
-def module_of(monkeypatch: pytest.MonkeyPatch, made: type[Any]) -> None:
-    module = type(sys)("mooncake.store")
-    module.MooncakeDistributedStore = made  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mooncake", type(sys)("mooncake"))
-    monkeypatch.setitem(sys.modules, "mooncake.store", module)
-
-
-def test_a_version_that_lacks_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module_of(monkeypatch, object)
-    with pytest.raises(ImportError, match="has no setup: pip install"):
-        mooncake_client.library()
-
-
-def test_a_version_that_was_not_tested_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = dict.fromkeys(mooncake_client._METHODS)
-    module_of(monkeypatch, type("Store", (), names))
-    monkeypatch.setattr(mooncake_client.metadata, "version", lambda package: "9.9")
-    with pytest.warns(RuntimeWarning, match="Mooncake 9.9 was not tested"):
-        mooncake_client.library()
-
-
 @pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
+    ("arguments", "words"),
     [
-        ({"master": "host"}, ValueError, "master: expected HOST:PORT.*got 'host'"),
-        ({"master": "etcd://a:1;b:2"}, ValueError, "expected HOST:PORT of one master"),
-        ({"master": "a:70000"}, ValueError, "master: .*"),
-        ({"master": 3}, TypeError, "master: .*3"),
-        ({"segment": 100}, ValueError, "segment: expected 0, or 16777216 to .*got 100"),
-        ({"segment": -1}, ValueError, "segment"),
-        ({"protocol": "udp"}, ValueError, "protocol: .*'udp'"),
-        ({"threads": 0}, ValueError, "threads"),
-        ({"threads": "many"}, TypeError, "threads"),
-        ({"hostname": 1}, TypeError, "hostname"),
-        ({"transform": 1}, TypeError, "transform: .*1"),
-        ({"secret": b"short"}, ValueError, "secret: expected 32 bytes"),
-        ({"secret": "ab" * 32}, ValueError, "secret: expected 32 bytes"),
-        ({"secret_file": "/x"}, ValueError, "expected one of them"),
+        ({"master": "host"}, "master: expected HOST:PORT.*got 'host'"),
+        ({"master": "etcd://a:1;b:2"}, "expected HOST:PORT of one master"),
+        ({"master": "a:70000"}, "master: .*"),
+        ({"master": 3}, "master: .*3"),
+        ({"segment": 100}, "segment: expected 0, or 16777216 to .*got 100"),
+        ({"protocol": "udp"}, "protocol: .*'udp'"),
+        ({"threads": 0}, "threads"),
+        ({"hostname": 1}, "hostname"),
+        ({"transform": 1}, "transform: .*1"),
+        ({"secret": "ab" * 32}, "secret: expected 32 bytes"),
+        ({"secret_file": "/x"}, "expected one of them"),
     ],
 )
-def test_bad_arguments_are_named(library: Library, arguments: Any, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words) as raised:
+def test_bad_arguments_are_named(library: Library, arguments: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words) as raised:
         MooncakeStore(**({"secret": bytes(32)} | arguments))
     assert "abab" not in str(raised.value)
 
@@ -427,11 +370,6 @@ def test_the_host_tier_is_opened_to_others_only_where_it_has_to_be(library: Libr
         assert (rows.ctypes.data in registered) != changes and len(registered) == 2 - changes
 
 
-def test_a_store_is_not_pickled(library: Library) -> None:
-    with pytest.raises(TypeError, match="secret would travel"):
-        pickle.dumps(MooncakeStore(secret=bytes(32)))
-
-
 def test_settings_that_are_there_stay_and_others_get_short_bounds(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,12 +379,3 @@ def test_settings_that_are_there_stay_and_others_get_short_bounds(
     client().close()
     assert os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "7"
     assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2" and os.environ["MC_RPC_TIMEOUT_MS"] == "2000"
-
-
-def test_a_client_that_nobody_holds_is_let_go(library: Library) -> None:
-    made = client()
-    made.close()
-    before = len(mooncake_client._OPEN)
-    del made
-    gc.collect()
-    assert len(mooncake_client._OPEN) <= before
