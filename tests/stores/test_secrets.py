@@ -102,7 +102,7 @@ SECRET = Secret(bytes(range(32)), IDENTITY)
 TOKENS = np.arange(12, dtype=np.int32)
 
 
-def test_no_two_models_or_secrets_share_a_key_or_a_tag_and_those_of_a_model_begin_alike() -> None:
+def test_no_two_models_or_secrets_share_a_key_or_a_tag() -> None:
     """What is dropped by a model or by a namespace is nobody else's."""
     secrets = Secret(bytes(32), IDENTITY), Secret(bytes(32), OTHER), Secret(bytes([1] * 32), IDENTITY)
     spaces = [b"", b"a", b"b"]
