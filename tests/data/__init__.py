@@ -1,5 +1,4 @@
-"""Request traces for tests: one that is part of the project, and what nobody has to have: recorded ones, and the
-harness of the peer benchmark."""
+"""Request traces for tests: one that is part of the project, and recorded ones, which nobody has to have."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ import pytest
 
 TRACES = "KVPOOL_TRACES"
 """Environment variable: a folder with recorded traces, which are not part of the project."""
-HARNESS = "KVPOOL_PEERBENCH"
-"""Environment variable: the folder of the peer benchmark's ``replay.py``, which is not part of the project either."""
 CHATS = Path(__file__).with_name("chats.jsonl")
 """The trace that ``python -m tests.data`` writes: chats of several turns, in the Mooncake format."""
 CONVERSATION = "conversation_trace.jsonl"
@@ -41,13 +38,3 @@ def recorded_or_skip(name: str = CONVERSATION) -> Path:
     if path is None:
         pytest.skip(f"needs a recorded trace: set {TRACES} to a folder with {name}")
     return path
-
-
-def harness_or_skip() -> Path:
-    """The folder that ``KVPOOL_PEERBENCH`` names. Skips the test if the variable is not set."""
-    folder = os.environ.get(HARNESS)
-    if not folder:
-        pytest.skip(f"needs the harness of the peer benchmark: set {HARNESS} to the folder of its replay.py")
-    if not (Path(folder) / "replay.py").is_file():
-        raise FileNotFoundError(f"{HARNESS}: expected a folder with replay.py, got {folder!r}")
-    return Path(folder).resolve()

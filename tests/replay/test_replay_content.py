@@ -62,22 +62,12 @@ def test_state_is_decided_by_everything_up_to_the_token_and_by_nothing_after() -
         assert same[:at].all() and not same[at:].any()
 
 
-def test_state_of_a_prefix_does_not_depend_on_where_the_prompt_ends() -> None:
-    tokens = np.arange(40, dtype=np.int32)
-    for length in (1, 8, 9, 39):
-        assert (token_states(tokens[:length], 8) == token_states(tokens, 8)[:length]).all()
-
-
 def test_state_differs_between_namespaces() -> None:
     namespaces: list[tuple[str | None, int | str | None]] = [(salt, None) for salt in (None, "a", "b", "1", "None")]
     namespaces += [(None, 1), (None, "1"), (None, 0), ("a", 1)]
     states = {int(token_states([1, 2, 3], 4, salt=salt, adapter_id=adapter)[0]) for salt, adapter in namespaces}
     assert len(states) == len(namespaces)
     assert token_states([1], 4, salt="a") == token_states([1], 4, salt=b"a")
-
-
-def test_no_tokens_have_no_states() -> None:
-    assert token_states([], 4).shape == (0,)
 
 
 # Their bytes.
@@ -155,13 +145,3 @@ def test_more_blocks_than_one_step_holds_are_written_and_checked() -> None:
     pools.device_pool[-1, -1, order[77], 3] ^= 1
     mismatch = memory.check(states, order)
     assert mismatch is not None and (mismatch.row, mismatch.token, mismatch.layer, mismatch.plane) == (77, 3, 1, 1)
-
-
-def test_writing_tokens_leaves_all_others_as_they_are() -> None:
-    layout = LAYOUTS[1]
-    pools, memory = open_tier(layout, "device")
-    states = states_of(layout, 1)[0]
-    memory.write(states[[1, 3]], np.array([2, 2]), np.array([1, 3]))
-    view = view_of(pools, layout, "device", 2)
-    assert not view[:, :, [0, 2]].any() and view[:, :, [1, 3]].any()
-    assert not any(view_of(pools, layout, "device", block).any() for block in (0, 1, 3, 4, 5))

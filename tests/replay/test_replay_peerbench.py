@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,20 +13,10 @@ from asv_bench import peerbench_kvpool
 from kvpool import BlockLayout
 from kvpool.tools.replay import Replay, ReplayConfig, read_trace
 from kvpool.tools.replay.engine import Admit, Append, Finish, schedule
-from tests.data import CHATS, harness_or_skip
+from tests.data import CHATS
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTER = ROOT / "asv_bench" / "peerbench_kvpool.py"
-
-
-def results(command: list[str], folder: Path) -> list[dict[str, Any]]:
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def options(capacity: int, *more: str) -> list[str]:
-    return ["--trace", str(CHATS), "--capacity", str(capacity), "--limit", "60", "--reps", "1", *more]
 
 
 @pytest.mark.parametrize(("capacity", "variant"), [(4_000, ""), (15_000, ""), (4_000, "host=4000")])
@@ -59,30 +46,6 @@ def test_adapter_has_the_hits_of_a_replay(capacity: int, variant: str) -> None:
         summary = replay.run()
     assert not driven and hits == summary.hits.tokens > 0
     assert stats["offloaded_blocks"] == summary.blocks.offloaded and bool(variant) == bool(summary.blocks.offloaded)
-
-
-def test_adapter_runs_from_here_and_agrees_with_the_oracle(tmp_path: Path) -> None:
-    harness = harness_or_skip()
-    for capacity in (9_000, 50_000):
-        (oracle,) = results([str(harness / "replay.py"), "--adapter", "oracle", *options(capacity)], tmp_path)
-        (ours,) = results([str(ADAPTER), "--harness", str(harness), *options(capacity)], tmp_path)
-        assert ours["adapter"] == "kvpool"
-        for figure in ("hit_tokens", "prompt_tokens", "evicted_blocks", "cached_blocks", "requests", "peak_active"):
-            assert ours[figure] == oracle[figure], figure
-
-
-def test_adapter_runs_when_dropped_into_a_copy_of_the_harness(tmp_path: Path) -> None:
-    shutil.copy(harness_or_skip() / "replay.py", tmp_path)
-    (tmp_path / "adapters").mkdir()
-    shutil.copy(ADAPTER, tmp_path / "adapters" / "kvpool.py")
-    (tmp_path / "adapters" / "__init__.py").touch()
-    start = (
-        f"import sys, runpy; sys.path[0:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; runpy.run_path('replay.py', "
-        "run_name='__main__')"
-    )
-    command = ["-c", start, "--adapter", "kvpool:host=9000,partial", *options(9_000, "--limit", "30")]
-    (ours,) = results(command, tmp_path)
-    assert ours["requests"] == 30 and ours["hit_tokens"] > 0
 
 
 def test_usage_is_shown_without_a_harness() -> None:

@@ -14,7 +14,6 @@ from kvpool.__main__ import main
 from kvpool.common.arrays import Int64s
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.regions import ALL_LAYERS, Layers
-from kvpool.tools.planner import replayed
 from kvpool.tools.planner.policies import LRU, MIN
 from kvpool.tools.planner.replayed import BlocksFound, DecidingDevice, compare_replayed
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Trace, read_trace, synthetic
@@ -99,22 +98,6 @@ def test_what_needs_bytes_is_refused(arguments: list[str], capsys: pytest.Captur
     assert f"{' '.join(arguments[: 1 + (arguments[0] == '--device')])} is not for --policies" in capsys.readouterr().err
 
 
-def test_an_interrupted_comparison_has_the_policies_that_came_to_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    once = replayed.replay_hits
-
-    def interrupted(requests: Any, uses: Any, config: ReplayConfig, policy: str, *args: Any) -> BlocksFound:
-        if policy == "agent":
-            raise KeyboardInterrupt
-        return once(requests, uses, config, policy, *args)
-
-    monkeypatch.setattr(replayed, "replay_hits", interrupted)
-    assert main(["replay", "--limit", "20", "--json", "--policies", "reuse", "agent", "adaptive"]) == 130
-    report = json.loads(capsys.readouterr().out)
-    assert report["interrupted"] and list(report["hits"]) == [LRU, "reuse"]
-
-
 def test_a_device_that_copies_nothing_gets_a_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
@@ -132,3 +115,19 @@ def test_a_device_that_copies_nothing_gets_a_batch_at_once(monkeypatch: pytest.M
                 cache.commit(sequence)
                 cache.release(sequence)
         assert sum(calls) > 16 and (len(calls) > 4) == copies
+
+
+def test_an_interrupted_comparison_has_the_policies_that_came_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = replayed.replay_hits
+
+    def interrupted(requests: Any, uses: Any, config: ReplayConfig, policy: str, *args: Any) -> BlocksFound:
+        if policy == "agent":
+            raise KeyboardInterrupt
+        return once(requests, uses, config, policy, *args)
+
+    monkeypatch.setattr(replayed, "replay_hits", interrupted)
+    assert main(["replay", "--limit", "20", "--json", "--policies", "reuse", "agent", "adaptive"]) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert report["interrupted"] and list(report["hits"]) == [LRU, "reuse"]

@@ -3,7 +3,6 @@ says."""
 
 from __future__ import annotations
 
-import importlib.util
 from random import Random
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from kvpool.tools.replay.content import Request
 from kvpool.tools.replay.engine import Admit, Append, Finish, Skip, schedule, worst_blocks
-from tests.data import harness_or_skip
 
 
 def requests_of(*lengths: tuple[int, int]) -> list[Request]:
@@ -55,16 +53,6 @@ def test_small_schedule_is_as_written_by_hand() -> None:
     ]
 
 
-def test_output_that_is_left_follows_a_block_at_a_time_before_the_finish() -> None:
-    assert steps_of(requests_of((8, 40)), device_blocks=3, active=1) == [
-        ("admit", 0),
-        ("append", [(0, 0, 16)]),
-        ("append", [(0, 16, 16)]),
-        ("append", [(0, 32, 8)]),
-        ("finish", 0),
-    ]
-
-
 @pytest.mark.parametrize(("device_blocks", "active"), [(24, 4), (60, 64), (23, 1)])
 def test_worst_case_of_the_running_requests_always_fits(device_blocks: int, active: int) -> None:
     requests = random_requests(seed=device_blocks)
@@ -96,28 +84,3 @@ def test_every_output_token_is_appended_once_and_in_order() -> None:
                 assert start == done[index] and 1 <= count <= 16
                 done[index] += count
     assert done == [request.output_length for request in requests]
-
-
-@pytest.mark.parametrize(("device_blocks", "active"), [(40, 64), (300, 8)])
-def test_schedule_equals_that_of_the_peer_benchmark(device_blocks: int, active: int) -> None:
-    spec = importlib.util.spec_from_file_location("peer_replay", harness_or_skip() / "replay.py")
-    assert spec is not None and spec.loader is not None
-    peer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peer)
-    calls: list[tuple[Any, ...]] = []
-
-    class Recorder(peer.Adapter):  # type: ignore[name-defined]
-        def admit(self, req: Any) -> int:
-            calls.append(("admit", req.rid))
-            return 0
-
-        def append_batch(self, items: list[Any]) -> None:
-            calls.append(("append", [(req.rid, start, n) for req, start, n in items]))
-
-        def finish(self, req: Any) -> None:
-            calls.append(("finish", req.rid))
-
-    requests = random_requests(seed=active)
-    twins = [peer.Req(r.index, [r.index], r.input_length, r.output_length, 16) for r in requests]
-    peer.replay(Recorder(), twins, device_blocks, 16, active)
-    assert [step for step in steps_of(requests, device_blocks, active) if step[0] != "skip"] == calls

@@ -173,16 +173,11 @@ BROKEN = [
     (call(t=-1), "request 1: column 't' must be a finite number of at least 0"),
     ({**PACKED, "requests": [[*CALLS[1][:7], -1, 0, [[1, 4]]], CALLS[0]]}, "'requests' must be in the order of 't'"),
     (call(**{"in": 0}), "request 1: column 'in' must be an integer within 1..10000000, found 0"),
-    (call(**{"in": 10**8}), "request 1: column 'in' must be an integer within"),
-    (call(**{"in": 400}), "request 1: hash_ids: expected .*got 4 ids of 64 tokens for 400 tokens"),
     (call(**{"in": 192}), "request 1: hash_ids: expected .*got 4 ids of 64 tokens for 192 tokens"),
-    (call(out=-1), "request 1: column 'out'"),
-    (call(api_time="soon"), "request 1: column 'api_time' must be a finite number"),
     (call(stop=7), "request 1: column 'stop' must be Unicode text, found 7"),
     (call(think_time=float("nan")), "request 1: column 'think_time' must be a finite number"),
     (call(**{"from": 1}), "request 1: column 'from' must be an integer within -1..0, found 1"),
     (call(keep=3), "request 1: column 'keep' must be an integer within 0..2, found 3"),
-    (call(runs=[[1]]), "request 1: column 'runs' must be a list of lists of 2"),
     (call(runs=[[1, True]]), "column 'runs' must hold integers"),
     (call(runs=[[1, 2**40]]), "column 'runs' must hold integers within 0..2147483647"),
     (call(runs=[[1, 2**31 - 1]] * 3), "request 1: .* ids of 64 tokens for 256 tokens"),
@@ -210,32 +205,16 @@ def test_a_wrong_file_of_a_folder_is_named(tmp_path: Path) -> None:
         read_trace(str(tmp_path))
 
 
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_who_plays_sessions_is_refused_for_a_trace_of_requests(command: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"tokens": [1, 2]}\n')
+    assert main([command, str(path), "--users", "3"]) == 2
+    reason = f"{path}: users 3: expected a trace with sessions of agents, got requests (native)"
+    assert reason in capsys.readouterr().err
+
+
 def test_ids_of_a_session_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.tools.replay.traces._IDS_MAX", 7)
     with pytest.raises(TraceError, match="request 2: the prompts of the session have more than 7 ids together"):
         read(tmp_path, PACKED)
-
-
-@pytest.mark.parametrize("options", [{"users": 0}, {"pause_max": -1.0}, {"pause_max": float("inf")}], ids=str)
-def test_users_that_nobody_can_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected 1 user or more, and seconds from 0 on"):
-        read(tmp_path, PACKED, **options)
-
-
-@pytest.mark.parametrize("option", [["--users", "3"], ["--think-cap", "5"]], ids=str)
-@pytest.mark.parametrize("command", ["replay", "plan"])
-def test_who_plays_sessions_is_refused_for_a_trace_of_requests(
-    command: str, option: list[str], tmp_path: Path, capsys: Any
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"tokens": [1, 2]}\n')
-    assert main([command, str(path), *option]) == 2
-    options = {"--users": "users 3", "--think-cap": "pause_max 5.0"}[option[0]]
-    reason = f"{path}: {options}: expected a trace with sessions of agents, got requests (native)"
-    assert reason in capsys.readouterr().err
-
-
-def test_a_session_without_requests_is_passed_over(tmp_path: Path) -> None:
-    assert len(read(tmp_path, {**PACKED, "requests": []}, PACKED)) == 3
-    with pytest.raises(TraceError, match="holds no request"):
-        read(tmp_path, {**PACKED, "requests": []})

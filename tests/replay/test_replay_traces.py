@@ -6,12 +6,20 @@ import gzip
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.tools.replay.traces import Trace, TraceError, read_trace, stream_trace
+from kvpool import BlockLayout
+from kvpool.storage import MemoryStore
+from kvpool.tools.replay import ReplayConfig
+from kvpool.tools.replay.content import expand_ids
+from kvpool.tools.replay.sessions import play
+from kvpool.tools.replay.traces import Trace, TraceError, read_trace, stream_trace, synthetic
+
+LAYOUT = BlockLayout.of_block_bytes(256, 16)
 
 MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 QWEN = {
@@ -78,12 +86,6 @@ def test_a_stream_gives_each_request_before_the_next_line_is_read(tmp_path: Path
         next(stream)
 
 
-def test_gzip_is_recognised_by_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(gzip.compress(json.dumps(MOONCAKE).encode() + b"\n"))
-    assert len(read_trace(str(path)).requests) == 1
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_dash_is_standard_input(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(MOONCAKE).encode() + b"\n"
@@ -92,11 +94,6 @@ def test_dash_is_standard_input(packed: bool, monkeypatch: pytest.MonkeyPatch) -
     trace = read_trace("-")
     assert trace.name == "<stdin>" and len(trace.requests) == 1
     assert not raw.closed
-
-
-def test_empty_lines_are_not_requests_but_count_as_lines(tmp_path: Path) -> None:
-    trace = read(tmp_path, MOONCAKE, "\n", MOONCAKE)
-    assert [(r.index, r.line) for r in trace.requests] == [(0, 1), (1, 3)]
 
 
 def test_what_follows_the_limit_is_not_read(tmp_path: Path) -> None:
@@ -120,23 +117,17 @@ BROKEN = [
     ("[" * 100_000 + "\n", "not JSON"),
     *((without(MOONCAKE, column), f"column '{column}' is missing") for column in MOONCAKE),
     ({**MOONCAKE, "input_length": "6"}, "'input_length' must be an integer within .*, found \"6\""),
-    ({**MOONCAKE, "input_length": 6.0}, "'input_length' must be an integer within .*, found 6.0"),
     ({**MOONCAKE, "input_length": True}, "'input_length' must be an integer within .*, found true"),
-    ({**MOONCAKE, "input_length": None}, "'input_length' must be an integer within .*, found null"),
     ({**MOONCAKE, "input_length": 0}, "'input_length' must be an integer within 1..2147483647, found 0"),
-    ({**MOONCAKE, "input_length": 2**31}, "'input_length' must be an integer within"),
     ({**MOONCAKE, "input_length": 1025}, "2 ids of 512 tokens cover 1024 tokens, input_length is 1025"),
     ({**MOONCAKE, "output_length": -1}, "'output_length' must be an integer within 0..1048576, found -1"),
     ({**MOONCAKE, "hash_ids": 3}, "'hash_ids' must be a list, found 3"),
     ({**MOONCAKE, "hash_ids": [0, False]}, "'hash_ids' must hold integers within .*, found false at position 1"),
-    ({**MOONCAKE, "hash_ids": [0, 1.5]}, "'hash_ids' must hold integers within .*, found 1.5 at position 1"),
     ({**MOONCAKE, "hash_ids": [0, -1]}, r"'hash_ids' must hold integers within 0..\d+, found -1 at position 1"),
     ({**MOONCAKE, "hash_ids": [2**55, 0]}, "found 36028797018963968 at position 0"),
     ({**MOONCAKE, "timestamp": "now"}, "'timestamp' must be a finite number of at least 0, found"),
-    ({**MOONCAKE, "timestamp": False}, "'timestamp' must be a finite number of at least 0, found"),
     ({**MOONCAKE, "timestamp": -1}, "'timestamp' must be a finite number of at least 0, found -1"),
     ({**MOONCAKE, "timestamp": float("nan")}, "'timestamp' must be a finite number"),
-    ({**MOONCAKE, "timestamp": float("inf")}, "'timestamp' must be a finite number"),
     ({**MOONCAKE, "timestamp": 10**400}, "'timestamp' must be a finite number"),
     ({**MOONCAKE, "tenant": "\ud800"}, "'tenant' must be Unicode text"),
     (NATIVE, "column 'timestamp'|column 'input_length' is missing"),
@@ -164,13 +155,9 @@ def test_a_line_without_end_is_not_a_request(tmp_path: Path, monkeypatch: pytest
     [
         ({**NATIVE, "tokens": []}, "'tokens' is empty"),
         ({**NATIVE, "tokens": [1, 2**31]}, "found 2147483648 at position 1"),
-        ({**NATIVE, "tokens": [-1]}, "found -1 at position 0"),
         ({**NATIVE, "output_length": 3}, "output_length is 3, but there are 2 output_tokens"),
         ({**NATIVE, "salt": 5}, "'salt' must be Unicode text, found 5"),
-        ({**NATIVE, "salt": "a\udfff"}, "'salt' must be Unicode text"),
         ({**NATIVE, "adapter_id": "\ud800b"}, "'adapter_id' must be Unicode text"),
-        ({**NATIVE, "tenant": "\ud800"}, "'tenant' must be Unicode text"),
-        ({**NATIVE, "adapter_id": 1.5}, "'adapter_id' must be an integer"),
         ({**NATIVE, "adapter_id": True}, "'adapter_id' must be an integer"),
         ({**NATIVE, "slat": "a"}, "unknown column 'slat'; the native format has tokens, "),
     ],
@@ -185,12 +172,9 @@ def test_a_first_line_without_known_columns_has_no_format(tmp_path: Path) -> Non
         read(tmp_path, {"prompt": "hello"})
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_a_file_without_requests_is_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_bytes(content)
+def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no request"):
-        read_trace(str(path))
+        read(tmp_path, "\n\n")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -210,8 +194,21 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read_trace(str(latin))
 
 
-def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="format 'vllm' is not one of auto, mooncake, qwen, native"):
-        read_trace("-", format="vllm")
-    with pytest.raises(ValueError, match="limit 0 is not at least 1"):
-        read_trace("-", limit=0)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: read_trace("-", format="vllm"), "format 'vllm' is not one of auto, mooncake, qwen, native"),
+        (lambda: read_trace("-", limit=0), "limit 0 is not at least 1"),
+        (lambda: synthetic(0), "requests 0 is not at least 1"),
+        (lambda: synthetic(1, seed=-1), "seed -1 is negative"),
+        (lambda: expand_ids([1, 2], 33, 16), "2 ids of 16 tokens do not cover 33 tokens"),
+        (lambda: next(play([], users=0)), "expected 1 user or more"),
+        (lambda: ReplayConfig(LAYOUT, 0), "device_blocks 0 is not at least 1"),
+        (lambda: ReplayConfig(LAYOUT, 4, 4, device="sim", store=MemoryStore(1)), "sim device"),
+        (lambda: ReplayConfig(LAYOUT, 4, 0, store=MemoryStore(1)), "host_blocks 0"),
+        (lambda: ReplayConfig(LAYOUT, 4, 4, store=MemoryStore(1), store_wait=0.0), "store_wait 0.0"),
+    ],
+)
+def test_wrong_options_are_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

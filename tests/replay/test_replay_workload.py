@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvpool.tools.replay.content import Request, expand_ids, expand_output
-from kvpool.tools.replay.traces import DEVICE_BLOCKS, read_trace, synthetic
-from tests.data import CHATS, TRACES, harness_or_skip, recorded
+from kvpool.tools.replay.traces import synthetic
+from tests.data import CHATS, TRACES, recorded
 from tests.data.chats import lines
 
 
@@ -55,23 +54,6 @@ def test_chats_continue_with_what_was_answered_and_start_with_shared_prompts() -
     assert continued > 100
 
 
-def test_tenants_and_adapters_take_part() -> None:
-    requests = synthetic(200).requests
-    assert {request.salt for request in requests} == {None, "tenant-a", "tenant-b"}
-    assert {request.adapter_id for request in requests} == {None, 1}
-
-
-def test_every_request_fits_the_default_pool() -> None:
-    assert all(-(-request.length // 16) <= DEVICE_BLOCKS for request in synthetic(300).requests)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="requests 0 is not at least 1"):
-        synthetic(0)
-    with pytest.raises(ValueError, match="seed -1 is negative"):
-        synthetic(1, seed=-1)
-
-
 # ----------------------------------------
 # The token streams of the replay are those of the shared protocol.
 
@@ -96,36 +78,10 @@ def test_each_id_stands_for_its_own_counters(per_id: int) -> None:
     assert tokens.tolist() == expected
 
 
-def test_equal_ids_give_equal_prefixes_whatever_the_length() -> None:
-    assert expand_ids([3, 4], 600, 512).tolist() == expand_ids([3, 4, 5], 1500, 512)[:600].tolist()
-
-
 def test_outputs_are_those_of_the_request_and_of_no_other() -> None:
     assert expand_output(5, 3).tolist() == [splitmix64(2**50 + 5 * 2**20 + j) % 128_000 for j in range(3)]
     assert expand_output(5, 40).tolist() != expand_output(6, 40).tolist()
     assert len(expand_output(5, 0)) == 0
-
-
-def test_ids_that_do_not_cover_the_prompt_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 ids of 16 tokens do not cover 33 tokens"):
-        expand_ids([1, 2], 33, 16)
-
-
-def test_explicit_tokens_are_taken_as_they_are() -> None:
-    tokens = np.array([5, 6], dtype=np.int32)
-    request = Request(0, 1, 2, 3, tokens=tokens)
-    assert request.prompt() is tokens
-    assert request.output().tolist() == expand_output(0, 3).tolist()
-    assert request.length == 5 and request.name == "request 0 (line 1)"
-
-
-def test_streams_equal_those_of_the_peer_benchmark() -> None:
-    spec = importlib.util.spec_from_file_location("peer_replay", harness_or_skip() / "replay.py")
-    assert spec is not None and spec.loader is not None
-    peer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peer)
-    assert expand_ids([9, 8, 7], 1300, 512).tolist() == peer.expand([9, 8, 7], 1300).tolist()
-    assert expand_output(11, 100).tolist() == peer.expand_out(11, 100).tolist()
 
 
 # ----------------------------------------
@@ -135,17 +91,6 @@ def test_streams_equal_those_of_the_peer_benchmark() -> None:
 def test_the_trace_of_the_tests_is_as_its_generator_writes_it() -> None:
     assert CHATS.read_text(encoding="ascii").splitlines() == [*lines()]
     assert CHATS.stat().st_size < 300_000
-
-
-def test_the_trace_of_the_tests_has_chats_of_several_turns_with_shared_beginnings() -> None:
-    requests = read_trace(str(CHATS)).requests
-    prompts = [tuple(request.hash_ids.tolist()) for request in requests if request.hash_ids is not None]
-    turns = [{ids[:-1] for ids in prompts[:at] if len(ids) > 12} for at in range(600)]
-    further = [
-        ids for ids, before in zip(prompts, turns, strict=True) if any(ids[: len(turn)] == turn for turn in before)
-    ]
-    assert len(further) > 150, "turns that go on with a prompt that is longer than any system prompt"
-    assert len({ids[0] for ids in prompts}) < 100, "many requests begin alike"
 
 
 @pytest.mark.parametrize("folder", ["", "gone"])
