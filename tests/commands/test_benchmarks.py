@@ -19,13 +19,6 @@ from tests.waiting import until
 
 PACKAGE = "asv_bench.benchmarks"
 KINDS = {"mem", "peakmem", "time", "timeraw", "track"}
-BENCHMARKS_MIN = 60
-SUBJECTS = set(
-    (
-        "admission control copies disk events exclusive gpu gpu_calls groups growth hashing hostcache kv_copies "
-        "peers pins pool_size replay signals staging start steps storage_manager submission swaps tiers words "
-    ).split()
-)
 
 
 class Benchmark(NamedTuple):
@@ -117,11 +110,6 @@ def test_benchmark_runs_at_its_smallest_size_and_closes_what_it_opens(
         until(lambda: thread_count() <= threads, "end of threads")
     without = ("disk", "hostcache", "kv_copies", "peers", "signals", "start", "words")
     assert opened or benchmark.module in without, "a pool was expected, and none was seen"
-
-
-def test_every_subject_is_discovered() -> None:
-    assert {benchmark.module for benchmark in BENCHMARKS} == SUBJECTS
-    assert len(BENCHMARKS) >= BENCHMARKS_MIN
 
 
 OWNERS = sorted({benchmark.owner for benchmark in BENCHMARKS}, key=str)

@@ -4,7 +4,6 @@ is installed."""
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +12,9 @@ from typing import Any
 
 import pytest
 
-import kvpool
 from engine import Engine
-from kvpool import BlockLayout, KVCacheManager
+from kvpool import BlockLayout
 from kvpool.__main__ import main
-from kvpool.tools.planner.report import tenant_label
 
 Make = Callable[..., Engine]
 
@@ -35,11 +32,6 @@ def test_the_statistics_fit_a_screen(make: Make) -> None:
     text = str(engine.cache.stats())
     assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 120
     assert "8 reused" in text and "8 on the device" in text
-
-
-def test_a_wrong_keyword_names_the_class() -> None:
-    with pytest.raises(TypeError, match=r"KVCacheManager.*'blocks'"):
-        KVCacheManager(blocks=3)  # type: ignore[call-arg]
 
 
 class TorchType:
@@ -93,16 +85,6 @@ def test_public_names_are_imported_when_they_are_used() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_public_names_can_be_listed_imported_and_pickled() -> None:
-    assert {"KVCacheManager", "BlockLayout", "OutOfBlocks", "__version__"} <= set(dir(kvpool))
-    for name in kvpool.__all__:
-        assert getattr(kvpool, name) is not None
-    layout = BlockLayout(1, 1, 8, 16)
-    assert pickle.loads(pickle.dumps(layout)) == layout
-    with pytest.raises(AttributeError, match="NoSuchName"):
-        kvpool.NoSuchName  # noqa: B018
-
-
 def config(layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
     return {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
 
@@ -152,7 +134,3 @@ def test_a_config_without_the_shape_is_refused_by_name(
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--model", str(path)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_a_label_says_tenant_once() -> None:
-    assert [tenant_label(name) for name in ("b", "tenant-b", "Tenant 3")] == ["tenant b", "tenant-b", "Tenant 3"]

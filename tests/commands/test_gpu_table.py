@@ -17,13 +17,7 @@ from tests.commands.test_benchmarks import BENCHMARKS
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"machine": "nvidia-test", "gpu": "NVIDIA Test, CUDA 13.0"}
 FIT: dict[str, tuple[Any, Any]] = {f"gpu.Conditions.track_{name}": ([0.0], []) for name in gpu_table.CONDITIONS}
-BLOCKS = [["'offload'"], ["'apart'"], ["'kernel'"], ["16"], ["4096", "8192"]]
 TABLES = {"gpu.StagedTables.track_cpu_time": ([12.5], [["64"]]), "gpu.StagedTables.track_gpu_time": ([3.25], [["64"]])}
-COPIES = {
-    "gpu.BlockCopies.track_time_per_byte": ([20.0, float("nan")], BLOCKS),
-    "gpu.BlockCopies.track_times_large_copy": ([1.25, float("nan")], BLOCKS),
-    "gpu.BlockCopies.track_call": ([345.6, float("nan")], BLOCKS),
-}
 
 
 def write(path: Path, results: dict[str, tuple[Any, Any]], commit: str = "a" * 40, date: int = 1) -> Path:
@@ -42,25 +36,6 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of baselines and a table that are not the repository's."""
     monkeypatch.setattr(gpu_bench, "BASELINE", tmp_path / "baseline")
     monkeypatch.setattr(gpu_bench, "RESULTS", tmp_path / "RESULTS.md")
-
-
-def test_a_result_becomes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "result.json", FIT | COPIES | TABLES)
-    gpu_table.main([str(path)])
-    assert capsys.readouterr().out == (
-        "# Copies on a GPU\n\n"
-        "NVIDIA Test, CUDA 13.0, commit aaaaaaaa. See README.md for what each figure counts.\n\n"
-        "## Blocks: GB/s, percent of one large copy in the same direction, the call's µs of CPU, "
-        "and the GPU's own GB/s\n\n"
-        "### offload, apart\n\n"
-        "| path | fragments | 4 KiB | 8 KiB |\n"
-        "| --- | --- | --- | --- |\n"
-        "| kernel | 16 | 50.0 (80 %), 346 |  |\n\n"
-        "## Block tables into a target on the device\n\n"
-        "| columns in use | CPU µs | memcpy µs | GPU µs | memcpyAsync µs |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        "| 64 | 12.5 |  | 3.2 |  |\n"
-    )
 
 
 def test_every_benchmark_of_a_gpu_is_in_the_tables(tmp_path: Path) -> None:

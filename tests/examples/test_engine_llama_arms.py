@@ -3,11 +3,9 @@ wrong."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 
 from asv_bench import first_token
-from asv_bench.first_token import Results, Sizes, compare, fitted, gates, render, schedule, seconds_of_arms
+from asv_bench.first_token import Sizes, compare, gates, render, schedule
 from asv_bench.first_token_arms import ARMS
 from kvpool.device.cuda import unusable
 
@@ -116,14 +114,6 @@ def test_a_run_goes_on_where_it_was_ended(
     assert data["settings"]["emulated"] == ("NOT A GPU" in table)
 
 
-@pytest.mark.gpu
-def test_a_gpu_that_is_too_small_is_refused(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_token, "TINY", dataclasses.replace(first_token.TINY, layers=1 << 20))
-    with pytest.raises(SystemExit, match="nothing was measured: device tier asks for"):
-        first_token.main(["--tiny", "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
 # -- without a GPU
 
 
@@ -179,27 +169,3 @@ def test_the_schedule_ends_at_whole_blocks() -> None:
             tokens += len(message) + sizes.answer
             assert tokens % SHAPE.block_tokens == 1
         assert tokens == sizes.length(SHAPE, chat)
-
-
-@pytest.mark.parametrize("step", [0.001, 0.01, 0.1])
-def test_the_schedule_is_cut_to_the_time(step: float) -> None:
-    cut = fitted(step, 4 * step, SHAPE, Sizes(), 480)
-    total = sum(seconds_of_arms(step, 4 * step, SHAPE, cut).values())
-    assert total <= 480 or (cut.chats, cut.turns) == (4, 2)
-    assert (cut == Sizes()) == (sum(seconds_of_arms(step, 4 * step, SHAPE, Sizes()).values()) <= 480)
-
-
-def test_results_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
-    first = Results(tmp_path, {"gpu": "x", "commit": "a", "seed": 0, "emulated": True})
-    first.write()
-    assert Results(tmp_path, first.data["settings"]).data == first.data
-    with pytest.raises(SystemExit, match="--out: expected a folder without results"):
-        Results(tmp_path, {**first.data["settings"], "seed": 1})
-
-
-def test_arms_of_torch_are_left_out_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    find: Callable[[str], Any] = lambda name: None  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", find)
-    from asv_bench.first_token_arms import missing
-
-    assert [arm.key for arm in ARMS if missing(arm)] == ["B2", "B1"]

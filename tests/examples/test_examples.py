@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvpool
-from kvpool.device import get_device
 from kvpool.device.cuda import unusable
 from kvpool.device.sim import RaceError
 from tests.seeds import some_of
@@ -96,15 +90,6 @@ def test_the_numpy_engine_runs_as_a_script() -> None:
 def test_an_engine_says_what_did_not_happen(engine: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.main(["--chats", "1"]) == 1
     assert "did not happen: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [["--chats", "0"], ["--seed", "-1"], ["--seed", str(1 << 63)], ["--seed", "x"]])
-def test_arguments_of_an_engine_are_checked(
-    engine: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        engine.main(arguments)
-    assert caught.value.code == 2 and f"argument {arguments[0]}" in capsys.readouterr().err
 
 
 def one_wrong_block(tables: list[Any]) -> Any:
@@ -197,64 +182,6 @@ def test_the_engine_runs_on_a_gpu(package: str, monkeypatch: pytest.MonkeyPatch)
 
 # -- the engine in CuPy, on the CPU
 # ------------------------------------------------------------------------------------------------------
-
-# Each argument of the kernel, an address or a number, in eight bytes.
-HARNESS = """
-#include "shim.h"
-#include <cmath>
-using namespace std;
-{source}
-extern "C" void run(unsigned thread_blocks, unsigned threads, const long long* a) {{
-    gridDim = {{thread_blocks, 1, 1}}, blockDim = {{threads, 1, 1}};
-    for (unsigned block = 0; block < thread_blocks; ++block) for (unsigned thread = 0; thread < threads; ++thread) {{
-        blockIdx = {{block, 0, 0}}, threadIdx = {{thread, 0, 0}};
-        paged_attention((double*)a[0], (const double*)a[1], (const double*)a[2], (const double*)a[3], (const int*)a[4],
-                        int(a[5]), (const long long*)a[6], (const long long*)a[7], int(a[8]));
-    }}
-}}
-"""
-DTYPES = [np.float64] * 4 + [np.int32, np.int32, np.int64, np.int64, np.int32]
-
-
-@pytest.fixture
-def numpy_as_cupy(tmp_path: Path) -> SimpleNamespace:
-    """As much of CuPy as the engine uses, over NumPy; its kernels are built with g++ and run one thread after the
-    other."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed; the kernel is built with it for the CPU")
-
-    def raw_kernel(source: str, name: str, options: tuple[str, ...]) -> Callable[..., None]:
-        assert name == "paged_attention"
-        file, built = tmp_path / "source.cpp", tmp_path / "library.so"
-        file.write_text(HARNESS.format(source=source), encoding="utf-8")
-        shim = f"-I{ROOT / 'tests' / 'kernels'}"
-        command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", shim, *options, str(file), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        library = ctypes.CDLL(str(built))
-
-        def launch(grid: tuple[int], threads: tuple[int], arguments: tuple[Any, ...]) -> None:
-            assert [argument.dtype for argument in arguments] == DTYPES
-            assert all(argument.flags.c_contiguous for argument in arguments)
-            numbers = [argument.ctypes.data if argument.ndim else int(argument) for argument in arguments]
-            library.run(grid[0], threads[0], (ctypes.c_longlong * len(numbers))(*numbers))
-
-        return launch
-
-    streams = SimpleNamespace(Stream=SimpleNamespace(from_external=lambda stream: contextlib.nullcontext()))
-    names = ["asarray", "ascontiguousarray", "concatenate", "cos", "empty", "exp", "full", "sin"]
-    return SimpleNamespace(
-        RawKernel=raw_kernel, asnumpy=np.asarray, cuda=streams, **{name: getattr(np, name) for name in names}
-    )
-
-
-def test_the_cupy_engine_is_right_with_its_kernel_on_the_cpu(
-    load: Callable[[str], ModuleType], numpy_as_cupy: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_model = partial(load("engine_cupy").CupyModel, cupy=numpy_as_cupy)
-    assert load("engine_numpy").serve(get_device("cpu"), make_model, chats=16, seed=0, check=True) == 0
-    assert_everything_happened(capsys.readouterr().out)
 
 
 def test_the_kernel_of_the_cupy_engine_compiles_for_a_gpu(load: Callable[[str], ModuleType]) -> None:
