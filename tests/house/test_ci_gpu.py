@@ -36,19 +36,6 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     assert (RESULTS.exists() and RESULTS.read_bytes()) == before
 
 
-@pytest.mark.gpu
-def test_an_emulated_driver_is_not_a_gpu(tmp_path: Path) -> None:
-    if "KVPOOL_EMULATED" not in os.environ:
-        pytest.skip("no emulated run")
-    status, out, error = run(tmp_path, PYTHON=sys.executable)
-    assert (status, out) == (2, "") and "an emulated driver is no GPU" in error
-
-
-def test_without_an_environment_it_says_how_to_make_one(tmp_path: Path) -> None:
-    status, out, error = run(tmp_path, PYTHON=str(tmp_path / "python"))
-    assert (status, out) == (2, "") and "pip install" in error
-
-
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PYTHON = """#!/bin/sh
 if [ "$1" = - ]; then cat > /dev/null; echo "GPU 0: stand-in"; exit 0; fi
@@ -119,13 +106,6 @@ def test_each_verb_runs_its_step_alone(machine: Machine) -> None:
     assert machine.run("-x").returncode == 0 and machine.calls == [f"{tests} -x", table]
 
 
-def test_an_unknown_verb_or_argument_runs_nothing(machine: Machine) -> None:
-    for words in (["tset"], ["bench", "-x"]):
-        done = machine.run(*words)
-        assert done.returncode == 2 and words[-1] in done.stderr and "expected" in done.stderr
-    assert machine.calls == []
-
-
 def test_nothing_follows_tests_that_fail(machine: Machine) -> None:
     machine.sanitizer(CLEAN)
     assert machine.run(TESTS_STATUS="1").returncode == 1
@@ -137,16 +117,6 @@ def sums(machine: Machine, done: subprocess.CompletedProcess[str]) -> dict[str, 
     text = (machine.out / "sanitizer" / "sum").read_text()
     assert text in done.stdout
     return dict(line.split(": ", 1) for line in text.splitlines())
-
-
-def test_sanitizers_without_a_report_pass(machine: Machine) -> None:
-    machine.sanitizer(CLEAN)
-    done = machine.run("sanitize")
-    assert done.returncode == 0 and sums(machine, done) == dict.fromkeys(TOOLS, "no errors in 2 processes")
-    calls = (machine.folder / "sanitizers").read_text()
-    assert (
-        calls.count("--report-api-errors no") == 1 and calls.count("--target-processes all") == calls.count("-n 4") == 4
-    )
 
 
 def test_a_report_in_one_worker_fails_and_all_tools_run_to_their_end(machine: Machine) -> None:
@@ -175,47 +145,3 @@ def test_a_tool_that_reports_nothing_has_not_passed(machine: Machine, body: str,
     lines = sums(machine, done)
     assert done.returncode == 3 and reason in lines.pop("initcheck")
     assert set(lines) == set(TOOLS) - {"initcheck"}
-
-
-def test_tools_run_at_the_same_time(machine: Machine) -> None:
-    """Each waits for the others."""
-    waiting = 'until [ "$(ls ${place%/*} | grep -c ready)" = 4 ]; do sleep 0.05; done\n'
-    machine.sanitizer(f": > ${{place}}ready\n{waiting}{CLEAN}")
-    assert machine.run("sanitize").returncode == 0
-
-
-def test_without_sanitizers_only_their_own_verb_fails(machine: Machine) -> None:
-    done = machine.run("sanitize")
-    assert done.returncode == 2 and "compute-sanitizer was not found" in done.stderr
-    done = machine.run()
-    assert done.returncode == 0 and "compute-sanitizer was not found" in done.stderr
-
-
-def test_tests_that_hang_are_ended(machine: Machine) -> None:
-    machine.tool("python", '#!/bin/sh\n[ "$1" = - ] && exit 0\nexec sleep 600\n')
-    done = machine.run(SECONDS_MOST="1")
-    assert done.returncode == 124 and "test: did not end within 1 s" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("load", "process", "warned"), [("0", "", False), ("0", "77", True), ("35", "", True), ("[N/A]", "", True)]
-)
-def test_a_gpu_that_is_not_idle_is_reported(machine: Machine, load: str, process: str, warned: bool) -> None:
-    answer = f"case $1 in *utilization*) echo '{load}' ;; *) printf '{process}' ;; esac"
-    machine.tool("nvidia-smi", f"#!/bin/sh\n{answer}\n")
-    done = machine.run("bench")
-    assert done.returncode == 0 and ("the GPU is not idle" in done.stderr) == warned
-    assert (machine.out / "not-idle").exists() == warned
-
-
-def test_changes_that_are_not_committed_are_marked(machine: Machine) -> None:
-    checkout = machine.command.parents[1]
-    identity = ["-c", "user.name=n", "-c", "user.email=e"]
-    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
-        subprocess.run(["git", *words], cwd=checkout, check=True)
-    machine.run("test")
-    assert not (machine.out / "commit").read_text().strip().endswith("-dirty")
-    with machine.command.open("a") as file:
-        file.write("\n")
-    machine.run("test")
-    assert (machine.out / "commit").read_text().strip().endswith("-dirty")

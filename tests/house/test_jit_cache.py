@@ -4,7 +4,6 @@ strangers."""
 from __future__ import annotations
 
 import ast
-import contextlib
 import gc
 import json
 import os
@@ -200,30 +199,6 @@ compiler._translate = stop
 
 
 @pytest.mark.exhaustive
-def test_what_is_announced_is_what_is_missing(sample: Path) -> None:
-    """Kept code of functions as they were counts nothing."""
-
-    def announced() -> int:
-        script = """
-from sample import entry, other
-from sample.common.jit.cache import announcer
-with announcer.expecting(5, lambda: 1):
-    entry.entry(5), other.other(5)
-    print(announcer._total)
-"""
-        command = [sys.executable, "-c", script]
-        return int(subprocess.check_output(command, env=environment_of(sample), text=True))
-
-    assert announced() == 0, "nothing was compiled"
-    edit(sample / "other.py", "x - 1", "x - 2")
-    assert announced() == 2
-    edit(sample / "numbers.py", "3", "4")
-    assert announced() == 3
-    shutil.rmtree(cache_of(sample))
-    assert announced() == 5
-
-
-@pytest.mark.exhaustive
 def test_damaged_code_is_compiled_anew(sample: Path) -> None:
     for path in cache_of(sample).glob("*.nbc"):
         content = bytearray(path.read_bytes())
@@ -235,24 +210,12 @@ def test_damaged_code_is_compiled_anew(sample: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_code_that_is_gone_when_it_is_looked_at_is_compiled_anew(sample: Path) -> None:
-    for path in cache_of(sample).glob("*.nbc"):
-        path.unlink()
-    (cache_of(sample) / "gone-with-another.nbc").symlink_to("nowhere")
-    assert report_of(sample)["compiled"] == FIRST
-
-
-@pytest.mark.exhaustive
 def test_works_where_nothing_can_be_written_and_where_standard_error_is_closed(sample: Path) -> None:
     (sample / "plain").touch()
     nowhere = {name: str(sample / "plain" / "x") for name in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
     before = f"import sys, tempfile\ntempfile.tempdir = {nowhere['XDG_CACHE_HOME']!r}\nsys.stderr.close()\n"
     report = report_of(sample, before=before, **nowhere)
     assert (report["values"], report["compiled"]) == (VALUES, FIRST)
-
-
-def test_works_without_jit(sample: Path) -> None:
-    assert report_of(sample, NUMBA_DISABLE_JIT="1")["values"] == VALUES
 
 
 @pytest.mark.exhaustive
@@ -320,57 +283,6 @@ def test_a_library_reports_once_that_compiling_takes_seconds(
         assert json.loads(done.stdout)["values"] == VALUES, done.stderr
         assert len(re.findall(f"^{start}{LINE}{cache_of(sample)}$", done.stderr, re.MULTILINE)) == count
         assert "compiling" not in re.sub(LINE, "", done.stderr), "once; a second process loads it"
-
-
-def test_a_closed_standard_error_is_no_error(sample: Path) -> None:
-    for closed in ("sys.stderr = None", "sys.stderr.close()"):
-        shutil.rmtree(cache_of(sample), ignore_errors=True)
-        command = [sys.executable, "-c", f"{SLOW}\n{closed}\n{REPORT}", "1"]
-        done = subprocess.run(command, env=environment_of(sample), capture_output=True, text=True)
-        assert json.loads(done.stdout)["values"] == VALUES, closed
-
-
-@pytest.mark.exhaustive
-def test_a_terminal_is_notified_once_above_the_bar(sample: Path) -> None:
-    said = []
-    shutil.rmtree(cache_of(sample))
-    for _ in range(2):
-        master, slave = os.openpty()
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", SLOW + REPORT, "1"], env=environment_of(sample), stdout=slave, stderr=slave
-            )
-        finally:
-            os.close(slave)
-        with os.fdopen(master, "rb") as terminal:
-            said.append(_read_all(terminal))
-        assert done.returncode == 0
-    assert re.search(r"compiling, about [1-9]\d* s, once", said[0])
-    assert said[0].count("sample: compiling") == 1 and str(cache_of(sample)) in said[0]
-    assert "compiling" not in said[1], "the second process loads what the first one compiled"
-
-
-def _read_all(terminal: Any) -> str:
-    """Return what a terminal received; its end is an error where nobody has it open any more."""
-    output = b""
-    with contextlib.suppress(OSError):
-        while part := terminal.read1():
-            output += part
-    return output.decode()
-
-
-@pytest.mark.exhaustive
-def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_long_that_takes(tmp_path: Path) -> None:
-    script = """
-from kvpool.tools.cli.terminal import announce_compilation
-announce_compilation()
-
-from kvpool.device.work import numbers_bytes
-numbers_bytes(3)
-"""
-    environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert re.fullmatch(rf"kvpool: compiling, about [1-9]\d* s, once; it is kept in {tmp_path}/new\n", done.stderr)
 
 
 # Every verb of a request's life, with offloads and onboards: what a server runs.

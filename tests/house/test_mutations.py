@@ -7,14 +7,12 @@ import ast
 import functools
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvpool.state import records
-from tests.mutations import MUTATIONS, PARTS
+from tests.mutations import MUTATIONS
 from tests.mutations.__main__ import main, unfit
 from tests.mutations.anchors import Package
 from tests.mutations.bench import bench
@@ -45,10 +43,6 @@ def test_every_mutation_fits_its_function_and_names_tests_that_exist() -> None:
             if re.split(r"::|\[", function)[0] not in defined_in(ROOT / file):
                 wrong.append(f"{name}: there is no {test}")
     assert not wrong, wrong
-
-
-def test_names_of_mutations_are_their_own() -> None:
-    assert len(MUTATIONS) == sum(len(part.MUTATIONS) for part in PARTS)
 
 
 def test_every_rule_with_a_switch_has_a_mutation() -> None:
@@ -87,30 +81,6 @@ def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> No
             copy.run(harmless._replace(before="what is not there"))
         assert (copy.folder / "kvpool" / "state" / "records.py").read_bytes() == before
     assert (ROOT / "kvpool" / "state" / "records.py").read_bytes() == before and not copy.folder.exists()
-
-
-@pytest.mark.exhaustive
-def test_a_test_that_fails_without_a_mutation_kills_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    test = "tests/state/test_lists.py::test_every_key_has_a_bucket"
-    harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
-    with bench() as copy:
-        copy.check([harmless])
-        path = copy.folder / "tests" / "state" / "test_lists.py"
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text.replace("    count = buckets(blocks)\n", "    count = 0\n"), encoding="utf-8")
-        with pytest.raises(RuntimeError, match="without a mutation fail tests/state/test_lists.py"):
-            copy.check([harmless])
-
-
-def test_the_command_lists_mutations_and_refuses_names_that_are_none() -> None:
-    listed = subprocess.run(
-        [sys.executable, "-m", "tests.mutations", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert [line.partition(":")[0] for line in listed.stdout.splitlines()] == [*MUTATIONS]
-    for wrong in ([], ["no_such_rule"]):
-        with pytest.raises(SystemExit) as raised:
-            main(wrong)
-        assert raised.value.code == 2
 
 
 def test_a_mutation_follows_its_code_to_another_function_and_one_without_code_is_reported(

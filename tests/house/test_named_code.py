@@ -89,31 +89,10 @@ def test_the_table_of_questions_names_files_and_what_is_in_them() -> None:
         assert all(any(name in (has, has.rpartition(".")[2]) for has in defined) for name in names), (row, names)
 
 
-def test_the_table_of_the_state_names_its_modules() -> None:
-    table = ROOMS.split("\n## Modules of the state")[1]
-    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
-    named = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
-    state = ROOT / "kvpool" / "state"
-    modules = {path.relative_to(state).with_suffix("").as_posix() for path in state.rglob("*.py")}
-    assert named == {name for name in modules if not name.endswith("__init__")}
-
-
-def test_commands_of_asv_name_benchmarks() -> None:
-    for command in re.findall(r"asv run\s+--bench\s+([\w.]+)`", MADE_OF.read_text(encoding="utf-8")):
-        module, _, owner = command.partition(".")
-        path = ROOT / "asv_bench" / "benchmarks" / f"{module}.py"
-        assert path.exists() and (not owner or owner in defined_in(path)), command
-
-
 @pytest.mark.parametrize(("name", "text"), SECTIONS, ids=[name for name, _ in SECTIONS])
 def test_a_mutation_of_a_page_is_killed_by_the_test_that_stands_below_it(name: str, text: str) -> None:
     killers = {test.partition("[")[0] for test in MUTATIONS[name].tests}
     assert killers & set(re.findall(r"`(tests/[\w./]+::\w+)", text))
-
-
-def test_every_race_has_its_mutations() -> None:
-    parts = re.split(r"\n## \d\. ", RACES.read_text(encoding="utf-8"))[1:]
-    assert len(parts) == 5 and all("python -m tests.mutations" in part for part in parts)
 
 
 def _plain(text: str) -> str:

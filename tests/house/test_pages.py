@@ -99,15 +99,6 @@ def test_no_page_is_wider_than_its_window(built: Path, tmp_path: Path) -> None:
     )
 
 
-def test_no_number_of_a_table_breaks_at_any_width() -> None:
-    """Cells wrap between words only, and a table that is wider than its window scrolls. No rule undoes it later."""
-    style = re.sub(r"/\*.*?\*/", "", (DOCS / "_static" / "kvpool.css").read_text(encoding="utf-8"), flags=re.DOTALL)
-    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", style)
-    cells = [rule for selector, rule in rules if "table.docutils" in selector and "overflow-wrap" in rule]
-    assert cells == [" overflow-wrap: normal; "], "one rule, outside of any @media"
-    assert re.search(r"^\.table-wrapper \{ overflow-x: auto; \}", style, re.MULTILINE)
-
-
 def test_code_on_pages_fits_its_columns() -> None:
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
     blocks = [code for page in pages for code in re.findall(r"^```[^\n]*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)]
@@ -141,7 +132,3 @@ def test_design_is_short_and_narrow() -> None:
     lines = (ROOT / "DESIGN.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 250
     assert max(map(len, lines)) <= 120
-
-
-def test_images_stay_small() -> None:
-    assert sum(path.stat().st_size for path in (DOCS / "images").iterdir()) < 300_000

@@ -238,16 +238,6 @@ def test_nobody_helps_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
         assert helpers.start() == 1
 
 
-@pytest.mark.parametrize("executable", [None, "", "/no/such/python", "/etc/passwd"])
-def test_nobody_helps_where_no_interpreter_can_be_started(
-    executable: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "executable", executable)
-    with caplog.at_level(logging.WARNING), Helpers(PROGRAM, 4) as helpers:
-        assert helpers.start() == helpers.start() == 1
-    assert len(caplog.records) == bool(executable)
-
-
 def test_a_helper_imports_nothing_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,9 +249,3 @@ def test_a_helper_imports_nothing_from_the_working_directory(
         helpers.start()
         helpers._running[0][0].wait()
     assert not (tmp_path / "run").exists() and not caplog.records
-
-
-@pytest.mark.parametrize("processes", [0, -1, 257, 1.5, "2"])
-def test_a_wrong_number_of_processes_is_named(processes: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="processes"):
-        kvpool.warm_up(processes=processes)  # type: ignore[arg-type]

@@ -50,10 +50,3 @@ def test_the_suite_runs_on_each_python_that_the_package_accepts_as_readme_says()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^ *(python3 -m venv .* pytest .*)$", (ROOT / ".ci" / "check").read_text(), re.MULTILINE)
     assert command in readme and command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_what_a_workflow_uses_has_a_version() -> None:
-    used = [
-        step["uses"] for path in WORKFLOWS for job in jobs_of(path).values() for step in job["steps"] if "uses" in step
-    ]
-    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in used)
