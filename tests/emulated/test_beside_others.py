@@ -21,19 +21,16 @@ import pytest
 from kvpool import BlockLayout, KVCacheManager, MemoryOptions, PagedKV, gather_kv
 from kvpool.common.jit import cache
 from kvpool.device.base import Stream
-from kvpool.device.cuda import CudaDevice, calibration, describe_gpus, launcher, native
+from kvpool.device.cuda import CudaDevice, calibration, launcher
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import Calibration, Measurement
 from kvpool.device.cuda.launcher import CudaLauncher
-from kvpool.device.launches import SIZES
-from kvpool.device.memory.kv_copy import load_kernel
 from kvpool.device.work import Fragments
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace
 from tests.device.pools import make_pools, on_device
 from tests.emulated import lab
 from tests.emulated.lab import ROOT, Driver
 from tests.emulated.test_capture_and_batches import Capturing
-from tests.kernels.shim import kernels
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(2, 2, 16, 4)
@@ -115,16 +112,6 @@ def test_work_on_a_stream_that_was_destroyed_is_over_before_memory_is_given_back
     device.close()
 
 
-def test_a_pool_waits_for_the_streams_that_it_knows_before_it_closes(driver: Driver) -> None:
-    cache = KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4)
-    streams = [Stream(driver.stream()) for _ in range(3)]
-    for stream in streams:
-        serve(cache, stream, rounds=1)
-        driver.cuMemsetD8Async(cache.memory.device_pool.data.ptr, 3, 64, stream.handle)
-    cache.close()
-    assert [driver.library.emu_pending(ctypes.c_void_p(stream.handle)) for stream in streams] == [0, 0, 0]
-
-
 def paged() -> PagedKV:
     """A cache of one layer whose bytes are the numbers of its slots."""
     import cupy
@@ -168,20 +155,6 @@ def test_slots_of_the_gpu_are_captured_and_replayed_with_others(driver: Driver) 
         graph.launch(stream)
         stream.synchronize()
         assert out[0, 0, :, 0].get().tolist() == [77 if slot < 0 else slot for slot in wanted]
-
-
-def test_a_gather_that_was_warmed_up_compiles_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
-    cache, compiled = paged(), list[str]()
-    compile_ = cupy.RawModule
-    monkeypatch.setattr(cuda, "_launchers", {})
-    monkeypatch.setattr(cupy, "RawModule", lambda **options: (compiled.append(options["code"]), compile_(**options))[1])
-    load_kernel(cache)
-    assert len(compiled) == 1 and list(kernels(compiled[0])) == ["kv_copy_8"]
-    gather_kv(cache, np.array([3, 1, 15]), cupy.zeros((2, 1, 3, 8), np.uint8))
-    cupy.cuda.Device().synchronize()
-    assert len(compiled) == 1
 
 
 # Contexts and default streams
@@ -256,20 +229,6 @@ def test_loads_go_before_saves_and_by_how_much_are_settings(driver: Driver, monk
         with pytest.raises(ValueError, match=f"KVPOOL_{name}: expected a number from.*got '{wrong}'"):
             CudaDevice()
         monkeypatch.delenv(f"KVPOOL_{name}")
-
-
-def test_a_pool_loads_on_a_stream_of_high_priority(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Stream] = {}
-    create = CudaDevice.create_stream
-
-    def noted(device: CudaDevice, name: str, urgent: bool = False) -> Stream:
-        made[name] = create(device, name, urgent)
-        return made[name]
-
-    monkeypatch.setattr(CudaDevice, "create_stream", noted)
-    with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=4, device="cuda"):
-        priorities = {name: priority(driver, stream) for name, stream in made.items()}
-    assert priorities == {"memory": 0, "offload": 0, "onboard": -5, "within": 0}
 
 
 CALLS = {"plain": {"launches": 0, "batches": 0}, "batched": {"launches": 0, "batches": 1}}
@@ -396,61 +355,6 @@ def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_on
     assert driver.in_use() == before
 
 
-@pytest.mark.parametrize(("path", "kernel"), [("kernel", "copy_fragments"), ("bulk", "bulk_fragments")])
-def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_direction(
-    driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch, path: str, kernel: str
-) -> None:
-    launches, handles, sizes = list[tuple[int, bool]](), dict[int, str](), set[str]()
-    compiled, find_functions = CudaLauncher._compile, native.find_functions
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 11)
-    kept: list[Any] = []
-
-    def named(launcher: CudaLauncher, source: str, name: str) -> Any:
-        made = compiled(launcher, source, name)
-        handles[made[1]] = name
-        return made
-
-    def noting(*arguments: Any) -> np.ndarray:
-        """The functions of the driver, of which that of a launch notes the stream, and whether another one is busy."""
-        functions = find_functions(*arguments)
-        launch = kind(int(functions[native.LAUNCH]))
-
-        def noted(*of_launch: int) -> int:
-            name, stream = handles.get(of_launch[0], ""), of_launch[8]
-            if name.startswith(kernel):
-                sizes.add(name)
-                others = {other for other, _ in launches} - {stream}
-                busy = any(driver.library.emu_pending(ctypes.c_void_p(other)) for other in others)
-                launches.append((stream, busy))
-            return int(launch(*of_launch))
-
-        kept.append(kind(noted))
-        functions[native.LAUNCH] = ctypes.cast(kept[-1], ctypes.c_void_p).value
-        return functions
-
-    monkeypatch.setattr(CudaLauncher, "_compile", named)
-    monkeypatch.setattr(native, "find_functions", noting)
-    assert cuda.wrong_bytes(describe_gpus()[0], path) == ""
-    (first, _), *_ = launches
-    kinds = 2 * 3  # blocks and fragments, three directions
-    assert launches.count((first, False)) >= kinds
-    assert sum(busy for stream, busy in launches if stream != first) >= kinds, "beside copies on the first stream"
-    assert sizes == {kernel + size for size in SIZES}, "with rows in a table, and in arguments"
-
-
-def test_the_calls_that_copy_are_loaded_with_a_pool_also_where_no_kernel_is_tested(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the first copy would wait for the compiler."""
-    loaded: list[bool] = []
-    monkeypatch.setenv("KVPOOL_SELF_TEST", "0")
-    monkeypatch.setattr(native, "load", lambda: loaded.append(True))
-    device = CudaDevice(calibration="kernel")
-    make_pools(device, LAYOUT).close()
-    device.close()
-    assert loaded
-
-
 def test_a_kernel_whose_code_is_wrong_is_not_used(
     driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,16 +407,6 @@ def test_a_test_that_was_passed_is_not_repeated_by_another_process_unless_someth
     assert tested() == both, "other code writes the rows"
     shutil.rmtree(untested)
     assert (tested(), tested()) == (both, both), "nothing can be kept"
-
-
-def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread_blocks = []
-    for setting in ("3", "0"):
-        monkeypatch.setenv("KVPOOL_COPY_THREAD_BLOCKS", setting)
-        device = CudaDevice(calibration="kernel")
-        thread_blocks.append(device._launcher.grid.thread_blocks(1000, host=True))
-        device.close()
-    assert thread_blocks == [3, 8]
 
 
 def test_memory_for_other_processes_shares_its_pages_with_nobody(driver: Driver) -> None:
@@ -591,3 +485,13 @@ def test_pools_on_two_gpus_serve_two_threads_with_every_byte_right(driver: Drive
         summary = served[index]
         assert summary.failure is None and summary.requests == len(requests)
         assert summary.verified and min(summary.verified.onboarded_blocks, summary.verified.offloaded_blocks) > 0
+
+
+def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_blocks = []
+    for setting in ("3", "0"):
+        monkeypatch.setenv("KVPOOL_COPY_THREAD_BLOCKS", setting)
+        device = CudaDevice(calibration="kernel")
+        thread_blocks.append(device._launcher.grid.thread_blocks(1000, host=True))
+        device.close()
+    assert thread_blocks == [3, 8]

@@ -71,14 +71,6 @@ def test_a_captured_event_can_be_neither_queried_nor_waited_for(driver: Driver) 
         assert capture.end()[0] == lab.CAPTURE_INVALIDATED
 
 
-def test_an_event_from_outside_is_refused_by_a_capture(driver: Driver) -> None:
-    event = driver.event()
-    driver.cuEventRecord(event, driver.stream())
-    capture = Capturing(driver)
-    assert driver.status("cuStreamWaitEvent", capture.stream, event, 0) == lab.CAPTURE_ISOLATION
-    assert capture.end()[0] == lab.CAPTURE_INVALIDATED
-
-
 @pytest.mark.parametrize("call", ["cuStreamQuery", "cuStreamSynchronize"])
 def test_a_capturing_stream_can_be_neither_queried_nor_waited_for(driver: Driver, call: str) -> None:
     capture = Capturing(driver)
@@ -115,13 +107,6 @@ def test_a_query_of_another_thread_invalidates_a_global_capture_unless_it_is_rel
     assert capture.end()[0] == (lab.CAPTURE_INVALIDATED if harmed else lab.SUCCESS)
 
 
-def test_the_legacy_stream_does_not_mix_with_a_capture_of_a_blocking_stream(driver: Driver) -> None:
-    memory, capture = driver.allocate(8), Capturing(driver, lab.RELAXED, flags=0)
-    assert driver.status("cuMemsetD8Async", memory, 0, 1, 0) == lab.CAPTURE_IMPLICIT
-    assert capture.end()[0] == lab.CAPTURE_INVALIDATED
-    assert driver.status("cuStreamBeginCapture_v2", 0, lab.GLOBAL) == lab.CAPTURE_UNSUPPORTED
-
-
 @pytest.mark.parametrize("mode", [lab.GLOBAL, lab.THREAD_LOCAL, lab.RELAXED])
 def test_nobody_waits_for_a_gpu_while_a_stream_of_it_is_captured(driver: Driver, mode: int) -> None:
     """CUDA programming guide, stream capture, prohibited operations: also a thread in relaxed mode does not."""
@@ -131,13 +116,6 @@ def test_nobody_waits_for_a_gpu_while_a_stream_of_it_is_captured(driver: Driver,
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
     assert capture.end()[0] == lab.CAPTURE_INVALIDATED
     driver.cuCtxSynchronize()
-
-
-def test_whether_the_legacy_stream_is_captured_can_be_asked_without_harm(driver: Driver) -> None:
-    """Documentation of cudaStreamIsCapturing: while a blocking stream is captured it is an error, and no more."""
-    capture, status = Capturing(driver, lab.RELAXED, flags=0), ctypes.c_int()
-    assert driver.status("cuStreamIsCapturing", 0, ctypes.byref(status)) == lab.CAPTURE_IMPLICIT
-    assert capture.end()[0] == lab.SUCCESS
 
 
 # -- batches ---------------------------------------------------------------------------------------------------
@@ -185,17 +163,6 @@ def test_a_batch_is_not_captured(driver: Driver) -> None:
     source, target, capture = driver.pinned(4), driver.allocate(4), Capturing(driver)
     assert batch(driver, [(target, ctypes.addressof(source), 4)], capture.stream)[0] == lab.CAPTURE_UNSUPPORTED
     assert capture.end()[0] == lab.CAPTURE_INVALIDATED
-
-
-def test_a_batch_has_a_bound(driver: Driver) -> None:
-    host, memory = driver.pinned(64), driver.allocate(64)
-    driver.library.emu_set_batch_limit(ctypes.c_size_t(100))
-    try:
-        move = (memory, ctypes.addressof(host), 1)
-        assert batch(driver, [move] * 101, driver.stream())[0] == lab.INVALID
-        assert batch(driver, [move] * 100, driver.stream())[0] == lab.SUCCESS
-    finally:
-        driver.library.emu_set_batch_limit(ctypes.c_size_t(50000))
 
 
 def test_sources_of_a_batch_are_read_when_its_attributes_say(driver: Driver) -> None:

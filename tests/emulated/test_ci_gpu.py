@@ -6,7 +6,6 @@ What it starts is a Python that hides the emulation from the check, and collects
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +33,6 @@ elif given[:4] == ["-m", "pytest", "-m", "gpu"]:
 elif given[:2] != ["-m", "asv_bench.gpu_bench"]:
     sys.exit(f"no step of it: {{given}}")
 os.execv(sys.executable, [sys.executable, *given])
-"""
-SANITIZER = """#!/bin/sh
-echo compute-sanitizer "$@" >> {log}
-while [ "$1" != {python} ]; do shift; done
-exec "$@"
 """
 
 
@@ -94,14 +88,3 @@ def test_its_steps_are_the_check_the_tests_and_the_benchmarks(tmp_path: Path, py
     assert measured - set(result.figures) <= {"PeerCopies", "PeerTokens"}, "only peers may be missing"
     with pytest.raises(ValueError, match="the driver is emulated"):
         gpu_bench.record(path)
-
-
-def test_sanitizers_select_tests(tmp_path: Path, python: Path, log: Path) -> None:
-    text = SANITIZER.format(log=log, python=shlex.quote(str(python)))
-    report = 'while [ "$1" != --log-file ]; do shift; done\necho "ERROR SUMMARY: 0 errors" > "$2"\n'
-    executable(tmp_path / "compute-sanitizer", text.replace("while", report + "while", 1))
-    done = run(tmp_path, python, "sanitize")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
-        output = (tmp_path / "out" / "sanitizer" / f"{tool}.out").read_text()
-        assert "test_tables_of_a_step_arrive_on_a_stream" in output

@@ -14,9 +14,6 @@ from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import PATHS
-from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS
-from kvpool.device.regions import Region
-from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, InsufficientMemory
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen
 from tests.emulated import lab
@@ -87,26 +84,6 @@ def test_a_machine_whose_pinned_memory_has_other_addresses_takes_plain_copies_an
         device.close()
 
 
-def test_the_environment_chooses_a_path_and_is_checked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cuda.COPY_PATH, "kernel")
-    device = CudaDevice()
-    with driver.counting("launches") as grown:
-        assert_same_as_reference(make_pools(device, LAYOUT), OFFLOADS)
-    assert grown["launches"]
-    device.close()
-    monkeypatch.setenv(cuda.COPY_PATH, "teleport")
-    with pytest.raises(ValueError, match="path: .*'teleport'"):
-        CudaDevice()
-
-
-def test_a_link_from_chip_to_chip_has_more_thread_blocks_than_a_bus(driver: Driver) -> None:
-    for chips, wanted in ((0, BUS_THREAD_BLOCKS), (1, CHIP_THREAD_BLOCKS)):
-        with driver.attribute(HOST_NATIVE_ATOMICS, chips):
-            device = CudaDevice()
-        assert device._launcher.grid.host_thread_blocks == wanted
-        device.close()
-
-
 # Streams and events
 
 
@@ -150,28 +127,6 @@ def test_events_are_used_again_once_nobody_has_them(driver: Driver) -> None:
     kept = [device.record(stream) for _ in range(3)]
     assert len({event.handle for event in kept}) == 3  # type: ignore[attr-defined]
     device.close()
-
-
-def test_a_complete_event_costs_no_call(driver: Driver) -> None:
-    device = CudaDevice()
-    event = device.record(device.create_stream("any"))
-    assert not device.query(event)
-    device.synchronize(event)
-    with driver.counting("cuEventQuery", "cuEventSynchronize", "cuStreamWaitEvent") as grown:
-        assert device.query(event)
-        device.wait(NULL_STREAM, event)
-        device.synchronize(event)
-    assert not any(grown.values())
-    device.close()
-
-
-def test_events_of_another_device_are_refused() -> None:
-    device, other, sim = CudaDevice(), CudaDevice(), SimDevice()
-    for foreign in (other.record(NULL_STREAM), sim.record(NULL_STREAM), None, 5):
-        with pytest.raises(TypeError, match="event: .*"):
-            device.query(foreign)  # type: ignore[arg-type]
-    for opened in (device, other, sim):
-        opened.close()
 
 
 def test_a_thread_keeps_its_own_gpu_and_its_own_mode_of_capture(driver: Driver) -> None:
@@ -260,14 +215,6 @@ def test_closing_gives_everything_back(driver: Driver) -> None:
     assert driver.in_use()["allocations"] == before["allocations"] + 1, "what somebody looks at stays"
     del view, device
     assert driver.in_use() == before
-
-
-def test_only_memory_of_this_device_is_bound() -> None:
-    device = CudaDevice()
-    on_gpu, on_host = device.allocate(LAYOUT.block_bytes, "device"), np.zeros(LAYOUT.block_bytes, np.uint8)
-    with pytest.raises(ValueError, match="host_pool: what allocate or adopt gave"):
-        device.bind([Region.of(LAYOUT, on_gpu, on_host, 1, 1)])
-    device.close()
 
 
 FAILED_FOR_GOOD = """

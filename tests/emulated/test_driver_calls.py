@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -169,38 +168,6 @@ def test_pages_of_the_host_tier_are_touched_by_processors_near_the_gpu(
         assert seen and all(processors == {nodes[index]} for processors in seen)
     device.close()
     assert os.sched_getaffinity(0) == mine, "the caller's thread stays where it may be"
-
-
-def test_addresses_are_asked_for_by_nobody_who_knows_them(driver: Driver) -> None:
-    """A pool's own memory has the same address everywhere: no gather, upload or upload asks."""
-    import cupy
-
-    with KVCacheManager(LAYOUT, device_blocks=4, host_blocks=4, device="cuda") as cache:
-        staging = cupy.zeros((LAYOUT.planes, LAYOUT.layers, 2, 32), np.float16)
-        table, paged = cupy.zeros((1, 4), np.int32), PagedKV.of_pool(LAYOUT, cache.memory.device_pool)
-        sequence = cache.add_sequence([1, 2, 3])
-        for repeated in (False, True):
-            before = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
-            gather_kv(paged, np.array([1, 2]), staging)
-            cache.tables.copy_batch_block_offsets(table, sequence)
-            calls = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
-            # Whose the memory is, is one question; its planes and layers are none.
-            assert (calls[0] - before[0], calls[1] - before[1]) == (0, 1), repeated
-        cache.release(sequence)
-        cupy.cuda.Device().synchronize()
-
-
-def test_a_thread_that_waits_for_an_event_leaves_its_processor_to_others(driver: Driver) -> None:
-    import cupy
-
-    blocking_sync, no_timing = 1, 2
-    device = CudaDevice()
-    event: Any = device.record(device.create_stream("any"))
-    assert type(event.inner) is cupy.cuda.Event
-    flags = driver.library.emu_event_flags
-    flags.restype = ctypes.c_longlong
-    assert flags(ctypes.c_void_p(event.handle)) == blocking_sync | no_timing
-    device.close()
 
 
 def test_a_question_for_an_event_leaves_no_error_behind(driver: Driver) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -290,33 +288,3 @@ def test_a_buffer_of_a_graph_is_not_staged_again_before_the_replay_has_read_it()
 def test_a_replay_hands_over_what_was_staged_for_the_next_in_every_run_without_its_guard() -> None:
     for seed in SEEDS:
         assert not replays(seed, "staged_buffers_retire_by_event"), f"seed {seed}"
-
-
-def test_nothing_is_collected_on_the_thread_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finalizer that frees GPU memory there would wait for itself. A program may have enabled the collector."""
-    from tests.emulated import numba_twins
-
-    assert uploads(next(iter(SEEDS)), None)  # the first launch registers the kernel, and disables the collector
-    run_block, thresholds = numba_twins._run_block, gc.get_threshold()
-    running, collecting = set[int](), set[int]()
-
-    def noted(*arguments: Any) -> None:
-        running.add(threading.get_ident())
-        run_block(*arguments)
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        collecting.add(threading.get_ident())
-
-    monkeypatch.setattr(numba_twins, "_run_block", noted)
-    gc.callbacks.append(note)
-    gc.set_threshold(1, 1000, 1000)
-    gc.enable()
-    try:
-        assert uploads(next(iter(SEEDS)), None)
-        assert gc.isenabled()
-    finally:
-        gc.disable()
-        gc.set_threshold(*thresholds)
-        gc.callbacks.remove(note)
-    assert running and threading.get_ident() in collecting
-    assert not running & collecting

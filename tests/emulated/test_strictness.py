@@ -22,15 +22,6 @@ def filled(memory: ctypes.Array[ctypes.c_uint8], value: int) -> ctypes.Array[cty
 # -- lateness --------------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_is_set_to_fail_does_nothing_and_fails_that_often(driver: Driver) -> None:
-    before = driver.counter("events")
-    driver.fail("cuEventCreate", lab.OUT_OF_MEMORY, passed=1, failing=2)
-    handle = ctypes.c_size_t()
-    statuses = [driver.status("cuEventCreate", ctypes.byref(handle), lab.NO_TIMING) for _ in range(4)]
-    assert statuses == [lab.SUCCESS, lab.OUT_OF_MEMORY, lab.OUT_OF_MEMORY, lab.SUCCESS]
-    assert driver.counter("events") == before + 2
-
-
 def test_a_gpu_gets_on_when_no_call_comes_and_a_loop_of_queries_ends(driver: Driver) -> None:
     for idle_ms in (1, -1):
         driver.quiet(idle_ms=idle_ms)
@@ -82,21 +73,6 @@ def test_a_host_function_that_waits_holds_up_its_own_stream_only_and_may_not_cal
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_finite_and_is_given_back(driver: Driver) -> None:
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-    with pytest.raises(lab.CudaError, match=f": {lab.OUT_OF_MEMORY}"):
-        driver.allocate(free.value + 1)
-    memory = driver.allocate(free.value)
-    with pytest.raises(lab.CudaError, match=f": {lab.OUT_OF_MEMORY}"):
-        driver.allocate(1)
-    driver.cuMemFree_v2(memory)
-    assert driver.status("cuMemFree_v2", memory) == lab.INVALID
-    before = free.value
-    driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-    assert free.value == before
-
-
 def test_a_range_is_registered_once_and_only_what_is_registered_is_unregistered(driver: Driver) -> None:
     memory = mmap.mmap(-1, 8 * mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
@@ -123,20 +99,6 @@ def test_a_copy_across_two_registrations_is_refused(driver: Driver) -> None:
     driver.cuMemHostUnregister(address + page)
     assert driver.copy(device, address + page - 8, 16, stream) == lab.INVALID, "pinned in part"
     driver.cuMemHostUnregister(address)
-
-
-def test_freeing_waits_for_the_device(driver: Driver) -> None:
-    device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
-    driver.copy(device, driver.pinned(mmap.PAGESIZE), mmap.PAGESIZE, stream)
-    assert driver.pending(stream)
-    driver.cuMemFree_v2(device)
-    assert not driver.pending(stream)
-
-
-def test_a_copy_past_the_end_of_an_allocation_is_refused(driver: Driver) -> None:
-    memory, host = driver.allocate(100), driver.pinned(200)
-    assert driver.copy(memory, host, 101, driver.stream()) == lab.INVALID
-    assert driver.copy(host, memory - 1, 8, driver.stream()) == lab.INVALID
 
 
 def test_pageable_memory_is_read_at_the_call_and_arrives_late(driver: Driver) -> None:
@@ -205,24 +167,6 @@ def test_the_handle_of_a_destroyed_stream_becomes_that_of_another(driver: Driver
         driver.cuStreamDestroy_v2(stream)
 
 
-def test_two_contexts_of_a_gpu_have_own_default_streams_and_events(driver: Driver) -> None:
-    context, primary, stream = ctypes.c_size_t(), driver.use(0), driver.stream()
-    driver.cuCtxCreate_v4(ctypes.byref(context), None, 0, 0)
-    assert driver.made("cuCtxGetCurrent") == context.value != primary
-    assert driver.status("cuEventRecord", driver.event(), stream) == lab.INVALID_HANDLE, "of another context"
-    driver.cuEventRecord(driver.event(), 0)
-    driver.cuCtxDestroy_v2(context.value)
-    assert driver.made("cuCtxGetCurrent") == primary
-
-
-def test_work_of_a_destroyed_stream_is_done(driver: Driver) -> None:
-    target, source, stream = filled(driver.pinned(8), 0), filled(driver.pinned(8), 5), driver.stream()
-    driver.copy(target, source, 8, stream)
-    driver.cuStreamDestroy_v2(stream)
-    driver.cuCtxSynchronize()
-    assert set(target) == {5}
-
-
 def test_a_wait_is_for_the_record_before_it(driver: Driver) -> None:
     """What a stream waits for is settled at the call, and an event that was never recorded holds nobody up."""
     driver.quiet(idle_ms=5)
@@ -238,13 +182,6 @@ def test_a_wait_is_for_the_record_before_it(driver: Driver) -> None:
     gate.set()
     driver.cuEventSynchronize(event)
     del kept
-
-
-def test_kernels_and_records_belong_to_the_context_of_their_stream(driver: Driver) -> None:
-    stream = driver.stream()
-    driver.use(1)
-    assert driver.status("cuEventRecord", driver.event(), stream) == lab.INVALID_HANDLE
-    driver.use(0)
 
 
 PROCESSES = {
@@ -333,12 +270,3 @@ else:
 def test_what_ends_a_context_is_done_in_a_process_of_its_own(script: str) -> None:
     """The documentation of cudaHostUnregister promises no wait."""
     lab.in_a_process(script)
-
-
-def test_what_is_not_implemented_says_its_name(capfd: pytest.CaptureFixture[str], driver: Driver) -> None:
-    assert driver.status("cuMemCreate", 0, 0, 0, 0) == lab.NOT_SUPPORTED
-    assert "cuMemCreate is not implemented" in capfd.readouterr().err
-    table = ctypes.c_void_p()
-    assert (
-        driver.status("cuGetExportTable", ctypes.byref(table), b"x" * 16) == lab.NOT_SUPPORTED and table.value is None
-    )

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import small_layout
 from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
@@ -17,8 +16,7 @@ from kvpool.device.cuda import COPY_PATH, CudaDevice
 from kvpool.device.cuda.launcher import QUERIED_ABOVE
 from kvpool.errors import DeviceError
 from kvpool.pool import StepTables
-from steps import arrays
-from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen
+from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver
 
@@ -153,19 +151,6 @@ def test_uploads_wait_for_the_oldest_when_too_many_are_under_way(
     assert len(addresses) == 2 and grown["cuEventSynchronize"] > 0
 
 
-def test_the_table_of_a_copy_is_not_copied_itself(driver: Driver, device: CudaDevice) -> None:
-    pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
-    for moves in (as_moves((0, 1, 4)), as_moves((2, DEVICE_BLOCKS, 4))):
-        expected = images(pools)
-        with driver.counting("copies", "launches") as grown:
-            device.copy_blocks(moves, stream)
-        assert grown == {"copies": 0, "launches": 1}
-        device.synchronize()
-        copies = images(pools)
-        copied = copies[0][:, :, 1] if moves[0, 1] == 1 else copies[1][0]
-        np.testing.assert_array_equal(copied, expected[0][:, :, moves[0, 0]])
-
-
 def test_a_buffer_whose_event_cannot_be_recorded_is_not_used_again(driver: Driver) -> None:
     before = driver.in_use()
     device = CudaDevice(calibration="kernel")
@@ -211,19 +196,6 @@ def test_a_table_kernel_is_loaded_on_each_gpu_before_its_first_launch(driver: Dr
                 assert not refused.value.sticky
             cache.release(sequence)
         device.close()
-
-
-def test_what_cannot_be_compiled_is_said_when_the_pool_is_made(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
-    def broken(code: str, options: tuple[str, ...]) -> object:
-        raise RuntimeError("no compiler")
-
-    before = driver.in_use()
-    monkeypatch.setattr(cupy, "RawModule", broken)
-    with pytest.raises(DeviceError, match=r"token_moves\.cu cannot be compiled: RuntimeError: no compiler"):
-        KVCacheManager(LAYOUT, device_blocks=2, host_blocks=2, device="cuda")
-    assert driver.in_use() == before
 
 
 @pytest.mark.parametrize("name", ["stage_rows", "step_tables"])
@@ -273,23 +245,4 @@ def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(
     with driver.counting("launches") as grown:
         assert_same_as_reference(pools, OFFLOADS)
     assert grown == {"launches": 0}
-    device.close()
-
-
-@pytest.mark.parametrize("bad", ["0", "-1", "many"])
-def test_a_bound_of_batches_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
-    monkeypatch.setenv("KVPOOL_BATCH_FRAGMENTS", bad)
-    with pytest.raises(ValueError, match=f"KVPOOL_BATCH_FRAGMENTS: .*'{bad}'"):
-        CudaDevice()
-
-
-def test_tables_of_a_step_are_one_launch_and_no_copy(driver: Driver) -> None:
-    device = CudaDevice()
-    with KVCacheManager(small_layout(2), device_blocks=8, device=device) as cache:
-        sequence, step = cache.add_sequence([1, 2, 3]), arrays(1, 3, 3, 3, put=lambda values: on_device(device, values))
-        cache.tables.copy_step_tables(step, sequence)
-        with driver.counting("launches", "copy_on", "cuMemAlloc_v2", "cuStreamSynchronize") as grown:
-            cache.tables.copy_step_tables(step, sequence)
-        assert grown == {"launches": 1, "copy_on": 0, "cuMemAlloc_v2": 0, "cuStreamSynchronize": 0}
-        cache.release(sequence)
     device.close()

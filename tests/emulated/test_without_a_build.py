@@ -37,16 +37,3 @@ def test_a_run_without_a_build_says_how_to_build(tmp_path: Path) -> None:
             [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True
         )
         assert done.returncode in (1, pytest.ExitCode.USAGE_ERROR) and said in done.stdout + done.stderr
-
-
-def test_a_build_without_compilers_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda tool: None)
-    with pytest.raises(build.BuildError, match=r"gcc and g\+\+ not found"):
-        build.build()
-
-
-def test_other_sources_are_built_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = build.place()
-    (tmp_path / "more.c").write_text("")
-    monkeypatch.setattr(build, "DRIVER", tmp_path)
-    assert build.place() != before and build.place().parent == before.parent

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import product
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asv_bench.benchmarks import gpu, gpu_cases, gpu_peers
+from asv_bench.benchmarks import gpu, gpu_cases
 from asv_bench.benchmarks.gpu_cases import LOAD, QUICK, SAVE, measure, measure_all
 from kvpool.device.cuda import calibration
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, Calibration
-from tests import emulated
 
 pytestmark = pytest.mark.gpu
 NBYTES, COUNT, RUN_BYTES = QUICK.fragment_bytes[0], QUICK.fragments[0], QUICK.run_bytes[0]
@@ -63,14 +60,6 @@ def test_blocks_are_copied_by_the_path_that_is_measured(
     assert paths == [parameters[-1]] * 2 * rounds
 
 
-@pytest.mark.parametrize("parameters", list(product(*gpu.KvCopies.params)), ids=str)
-def test_tokens_are_copied(parameters: tuple[str, ...]) -> None:
-    figures = measure(gpu_cases.KvCopies, parameters)
-    assert figures["times_plain_copy"] == pytest.approx(1)
-    assert figures["gpu_time_per_byte"] == figures["time_per_byte"]
-    assert figures["call"] > 0
-
-
 @pytest.mark.parametrize("scene", gpu.Scenes.params[0])
 @pytest.mark.parametrize("path", PATHS)
 def test_every_byte_of_a_scene_is_copied_by_its_path(cupy: Any, scene: str, path: str) -> None:
@@ -93,68 +82,6 @@ def test_every_byte_of_a_scene_is_copied_by_its_path(cupy: Any, scene: str, path
     assert min(figures[name] for name in ("time_per_byte", "p99", "call")) > 0
 
 
-class Tensor:
-    """What is used of PyTorch's, over an array of either tier."""
-
-    def __init__(self, array: Any, device: str = "") -> None:
-        self.array = array
-
-    def view(self, *shape: int) -> Tensor:
-        return Tensor(self.array.reshape(shape))
-
-    def cuda(self) -> Tensor:
-        return self
-
-
-@pytest.mark.parametrize("way", [LOAD, SAVE])
-def test_a_kernel_that_takes_numbers_of_items_copies_what_the_path_beside_it_copies(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, way: int
-) -> None:
-    def copy(src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int) -> None:
-        assert src.array.shape[1] == item_size
-        rows = cupy.asnumpy(src.array)[src_indices.array]
-        dst.array[dst_indices.array] = rows if isinstance(dst.array, np.ndarray) else cupy.asarray(rows)
-
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor, as_tensor=Tensor))
-    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
-    monkeypatch.setitem(sys.modules, "sgl_kernel.kvcacheio", SimpleNamespace(transfer_kv_per_layer_mla=copy))
-    made = gpu_peers.PeerCopies()
-    with made.closing:
-        made.setup("sgl-kernel", ("load", "save")[way], NBYTES, "plain")
-        source, target = made.tiers.memory[:: 1 if way == SAVE else -1]
-        of = np if isinstance(source, np.ndarray) else cupy
-        source[:] = of.arange(source.size) % 251
-        copied = []
-        for call in (made.peer, made.batch):
-            target[:] = 0
-            cupy.cuda.Device().synchronize()
-            call()
-            cupy.cuda.Device().synchronize()
-            copied.append(cupy.asnumpy(target).tobytes())
-    assert copied[0] == copied[1] and any(copied[0])
-
-
-def test_a_peer_is_measured_in_turn_with_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[str] = []
-    monkeypatch.setattr(gpu_cases.Scenes, "enqueue_all", lambda made: turns.append("kvpool"))
-    monkeypatch.setitem(gpu_peers.PEERS, "a peer", lambda made, way: lambda: turns.append("peer"))
-    figures = measure(gpu_peers.PeerCopies, ("a peer", "load", NBYTES, "plain"))
-    assert set(figures) == {"time_per_byte", "time_per_byte_of_peer"}
-    assert turns == ["kvpool", "peer"] * (QUICK.rounds + 1)
-
-
-def test_a_peer_that_is_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lmcache", None)
-    with pytest.raises(NotImplementedError, match="lmcache is not measured: .*Error"):
-        measure(gpu_peers.PeerTokens, ("gather", "device"))
-
-
-def test_tables_are_staged() -> None:
-    figures = measure(gpu_cases.StagedTables, (2,))
-    assert set(figures) == {"cpu_time", "cpu_time_of_memcpy", "gpu_time", "gpu_time_of_memcpy_async"}
-    assert figures["gpu_time"] == pytest.approx(1e6 * SECONDS)
-
-
 def test_what_does_not_fit_is_skipped_and_what_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = gpu_cases.BlockCopies.copy_batch
 
@@ -171,8 +98,3 @@ def test_what_does_not_fit_is_skipped_and_what_fails_fails_alone(monkeypatch: py
     failed = results["offload", "apart", "bulk", 8, 4096]
     with pytest.raises(RuntimeError, match="OSError: no such path"):
         gpu.BlockCopies().setup({(): failed})
-
-
-def test_conditions_distinguish_an_emulated_driver_from_a_gpu() -> None:
-    figures = measure(gpu_cases.Conditions, ())
-    assert (figures["emulated"], figures["quick"]) == (emulated.running(), 1)

@@ -33,13 +33,6 @@ def answer(capsys: Capture, *arguments: str) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-def test_the_gpu_is_named_and_auto(capsys: Capture) -> None:
-    status, text = answer(capsys, "--device", "cuda")
-    assert status == 0
-    assert f"GPU 0: ok, {describe_gpus()[0].name}, " in text
-    assert "device cuda: ok" in text and "copies: ok, chosen by rule" in text and "cache.memory.calibrate()" in text
-
-
 LOOK = """
 from kvpool.__main__ import main
 from tests.emulated import lab
@@ -82,8 +75,3 @@ def test_a_kernel_that_was_tested_here_is_told_from_one_of_a_model_that_all_test
     monkeypatch.setattr(doctor, "SUITE_RAN_ON", (describe_gpus()[0].name,))
     passed = "kernel, bulk" if float(describe_gpus()[0].capability) >= 9 else "kernel"
     assert line.format(f"self-tested here: {passed}", "has passed") in answer(capsys)[1]
-
-
-def test_a_path_from_the_environment_is_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPOOL_COPY_PATH", "batched")
-    assert "copies: ok, batched, by KVPOOL_COPY_PATH" in answer(capsys)[1]

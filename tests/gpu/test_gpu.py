@@ -26,7 +26,6 @@ from kvpool.errors import PoolBusy
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
-GIB = 1 << 30
 
 
 def test_the_device_tier_is_seen_by_other_packages_in_place(cupy: Any) -> None:
@@ -92,31 +91,6 @@ def test_a_buffer_of_a_closed_pool_that_is_still_on_loan_can_be_read(cupy: Any) 
     del cache
     gc.collect()
     assert (np.frombuffer(pointer, np.uint8, pointer.size()) == 7).all()
-
-
-def test_pinned_memory_is_known_to_the_driver_until_it_is_freed(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 64 << 20)
-    runtime, device = cupy.cuda.runtime, CudaDevice()
-    array = device.allocate(200 << 20, "host")
-    first, last = array.ctypes.data, array.ctypes.data + array.nbytes - 1
-    assert not array.any()
-    assert [runtime.pointerGetAttributes(address).type for address in (first, last)] == [runtime.memoryTypeHost] * 2
-    device.free(array)
-    assert [runtime.pointerGetAttributes(address).type for address in (first, last)] == [
-        runtime.memoryTypeUnregistered
-    ] * 2
-    device.close()
-
-
-def test_closing_gives_the_memory_of_the_gpu_back(cupy: Any) -> None:
-    """Others may use the same GPU meanwhile, so its free memory says nothing."""
-    runtime, blocks = cupy.cuda.runtime, GIB // LAYOUT.block_bytes
-    with KVCacheManager(LAYOUT, device_blocks=blocks, device="cuda") as cache:
-        first = cache.memory.device_pool.data.ptr
-        places = [first, first + blocks * LAYOUT.block_bytes - 1]
-        assert [runtime.pointerGetAttributes(place).type for place in places] == [runtime.memoryTypeDevice] * 2
-    gc.collect()
-    assert [runtime.pointerGetAttributes(place).type for place in places] == [runtime.memoryTypeUnregistered] * 2
 
 
 def test_a_sequence_comes_back_from_the_host_with_what_its_stream_wrote(cupy: Any) -> None:

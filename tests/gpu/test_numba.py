@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import KVCacheManager, LayerGroup
+from kvpool import KVCacheManager
 from kvpool.errors import DeviceError
 from kvpool.pool import StepTables
 from steps import GARBAGE, NAMES, arrays, check, expected, spans
@@ -73,26 +73,6 @@ def test_the_null_stream_will_do_and_a_table_may_have_gaps(cache: KVCacheManager
     np.testing.assert_array_equal(wide.get(), np.pad(table, ((0, 0), (2, 3)), constant_values=GARBAGE))
     assert out.seq_lens.get().tolist() == [6, 9]
     cache.release(ids)
-
-
-def test_groups_and_windows(numba: None, cupy: Any, put: Any) -> None:
-    groups = [LayerGroup(small_layout(4)), LayerGroup(small_layout(4), window=6, sinks=3)]
-    with KVCacheManager(groups=groups, device_blocks=[32, 32], device="cuda", max_sequence_tokens=64) as cache:
-        ids = cache.add_sequence_batch([range(40), range(50, 59)]).ids
-        cache.commit(ids, [37, 0])
-        for group in (0, 1):
-            out = arrays(2, 12, 11, 14, put=put)
-            cache.tables.copy_step_tables(out, ids, group=group)
-            cupy.cuda.runtime.deviceSynchronize()
-            check(out, expected(cache, ids, [37, 0], [3, 9], group), get)
-        cache.release(ids)
-
-
-def test_arrays_of_the_host_are_refused(cache: KVCacheManager) -> None:
-    sequence = cache.add_sequence([1])
-    with pytest.raises(TypeError, match="slot_mapping: expected an int64 array of a GPU, got i64 in host memory"):
-        cache.tables.copy_step_tables(arrays(1, 1, 1, 1), sequence)
-    cache.release(sequence)
 
 
 def test_without_numba_cuda_the_error_says_what_to_install(
