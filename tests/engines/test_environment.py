@@ -33,87 +33,27 @@ def test_every_wheel_is_named_by_version_and_hash(wheels: build.Wheels, named: l
     assert all(text in "\n".join(lines) for text in named)
 
 
-def test_other_wheels_or_another_python_are_another_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = {build.place(), build.place(build.PLUGINS)}
-    (tmp_path / build.VLLM.pins.name).write_bytes(build.VLLM.pins.read_bytes() + b"\n")
-    monkeypatch.setattr(build, "HERE", tmp_path)
-    places.add(build.place())
-    monkeypatch.setattr(sys, "version", "another")
-    places.add(build.place())
-    assert len(places) == 4
-
-
 def test_the_engine_gets_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "secret")
     monkeypatch.setenv("PIP_INDEX_URL", "https://user:password@example.org")
     assert set(build.environment()) <= {*build.KEPT, "PYTHONPATH"}
 
 
-@pytest.mark.parametrize(
-    ("what", "value", "words"),
-    [("PYTHON", (3, 99), "are for Python 3.99"), ("PYTHON", None, "are for Linux on x86-64")],
-)
-def test_a_machine_that_the_wheels_are_not_for_is_refused(
-    what: str, value: tuple[int, int] | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if value is None:
-        monkeypatch.setattr(build.sysconfig, "get_platform", lambda: "linux-aarch64")
-    else:
-        monkeypatch.setattr(build, what, value)
-    monkeypatch.setenv(build.CACHE, str(tmp_path))
-    with pytest.raises(build.BuildError, match=words):
-        build.build()
-
-
-def test_a_failed_installation_says_what_pip_said_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(build.CACHE, str(tmp_path))
-    monkeypatch.setattr(build, "PYTHON", sys.version_info[:2])
-    monkeypatch.setattr(build, "run", lambda *command, **options: "no such wheel" if "install" in command else "")
-    with pytest.raises(build.BuildError, match="no such wheel"):
-        build.build()
-    assert not build.built()
-
-
-def test_a_processor_that_cannot_run_it_is_refused_before_anything_is_installed(
+def test_a_machine_that_the_wheels_are_not_for_is_refused_before_anything_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "PYTHON", sys.version_info[:2])
-    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
-    (tmp_path / "cpuinfo").write_text("flags : sse4_2 avx", encoding="utf-8")
-    with pytest.raises(build.BuildError, match="AVX2 or AVX-512"):
-        build.build()
+    (cpuinfo := tmp_path / "cpuinfo").write_text("flags : sse4_2 avx", encoding="utf-8")
+    for owner, name, value, words in (
+        (build, "CPUINFO", cpuinfo, "AVX2 or AVX-512"),
+        (build, "PYTHON", (3, 99), "are for Python 3.99"),
+        (build.sysconfig, "get_platform", lambda: "linux-aarch64", "are for Linux on x86-64"),
+    ):
+        monkeypatch.setattr(build, "PYTHON", sys.version_info[:2])
+        monkeypatch.setattr(owner, name, value)
+        with pytest.raises(build.BuildError, match=words):
+            build.build()
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("flags", ["avx2", "avx512f"])
-def test_an_installation_that_was_cut_off_goes_on(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors with and without AVX-512."""
-    monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "PYTHON", sys.version_info[:2])
-    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
-    (tmp_path / "cpuinfo").write_text(f"flags : sse4_2 {flags}", encoding="utf-8")
-    wheel, fails, steps = build.place() / "wheel", [True], []
-
-    def run(*command: object, environment: dict[str, str] | None = None) -> str:
-        if "venv" in command:
-            steps.append("venv")
-            (build.place() / "bin").mkdir(parents=True)
-            (build.place() / "bin" / "pip").touch()
-        elif "install" in command:
-            steps.append("the rest" if wheel.exists() else "install")
-            wheel.touch()
-            return "cut off" if fails[0] else ""
-        return ""
-
-    monkeypatch.setattr(build, "run", run)
-    with pytest.raises(build.BuildError, match="cut off"):
-        build.build()
-    fails[0] = False
-    build.build()
-    assert build.built() and steps == ["venv", "install", "the rest", "the rest"]
 
 
 @pytest.mark.parametrize("verb", [["test"], ["run", "python"], ["plugins", "test"]])

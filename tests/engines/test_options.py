@@ -50,17 +50,11 @@ def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> No
         ({"stores": ["memory:", "disk:/a"]}, "stores: expected one store, got .* in its file"),
         ({"stores": [1]}, r"stores: expected .*, got \[1\] in"),
         ({"weights": ""}, "weights: expected .*, got none in its file"),
-        ({"weights": 3}, "weights: expected .*, got 3 in"),
         ({"kv_dtype": "auto"}, "kv_dtype: expected a text that names the type.*got 'auto' in its file"),
         ({"staging_bytes": "much"}, "staging_bytes: expected .*, got 'much' in"),
-        ({"load_seconds": 0}, "load_seconds: expected .*, got 0 in"),
         ({"find_seconds": float("nan")}, "find_seconds: expected .*, got nan in"),
-        ({"save_seconds": True}, "save_seconds: expected .*, got True in"),
         ({"save_seconds": "2"}, "save_seconds: expected .*, got '2' in"),
         ({"eviction": 1}, "options: expected some of stores, weights.*got eviction.* in its file"),
-        ({"save": "commit"}, "options: expected .*, got save in"),
-        ({"weigths": "1"}, r"options: expected .*, got weigths \(is weights meant\?\) in its file"),
-        ({"revision": "1"}, "options: expected some of stores, weights.*got revision"),
         ({"store": "memory:"}, r"options: expected .*, got store \(is stores meant\?\) in its file"),
     ],
 )
@@ -69,12 +63,22 @@ def test_options_that_are_not_accepted_say_so(change: dict[str, Any], words: str
         ONE_STORE.read({**GOOD, **change})
 
 
-@pytest.mark.parametrize("given", [None, "", "8GX", "8 gibs", -1, "much", 1.5, True, [8]])
-def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="host_bytes"):
-        HOST_TIER.read({"host_bytes": given})
-    with pytest.raises(ValueError, match="save: expected 'commit' and 'reuse', got 'never' in its file"):
-        HOST_TIER.read({"host_bytes": 1, "save": "never"})
+@pytest.mark.parametrize(
+    ("option", "good", "bad"),
+    [
+        ("host_bytes", 8 << 30, (None, "", "8GX", -1, "much", 1.5, True, [8])),
+        ("save", "reuse", ("never",)),
+        ("load_share", 1, (1.01,)),
+        ("save_share", 0.1, (0,)),
+        ("retry_seconds", 0.5, (0,)),
+        ("save_seconds", 60, (3601,)),
+    ],
+)
+def test_options_of_a_host_tier_have_their_range(option: str, good: Any, bad: tuple[Any, ...]) -> None:
+    assert getattr(HOST_TIER.read({"host_bytes": 1, option: good}), option) == good
+    for value in bad:
+        with pytest.raises(ValueError, match=f"{option}: expected .*in its file"):
+            HOST_TIER.read({"host_bytes": 1, option: value})
 
 
 @pytest.mark.parametrize(
@@ -88,48 +92,34 @@ def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str],
         read.check_dtypes([bfloat16, plain])
 
 
-@pytest.mark.parametrize(
-    ("slip", "meant"),
-    [
-        ("weigths", "weights"),
-        ("host_byets", "host_bytes"),
-        ("retry_second", "retry_seconds"),
-        ("loadshare", "load_share"),
-    ],
-)
+@pytest.mark.parametrize(("slip", "meant"), [("weigths", "weights"), ("loadshare", "load_share")])
 def test_a_slip_of_an_option_is_refused_with_the_name_that_is_meant(slip: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"options: expected .*, got {slip} \(is {meant} meant\?\)"):
         HOST_TIER.read({"host_bytes": 1, slip: "1"})
 
 
-@pytest.mark.parametrize("plugin", [LLAMACPP, SGLANG, LMCACHE])
-def test_a_policy_is_refused_where_there_is_nothing_that_it_could_choose_from(plugin: EnginePlugin) -> None:
-    with pytest.raises(ValueError, match=f"options: expected some of .*stores.*got .*policy in {plugin.place}"):
-        plugin.read({"policy": "agent", "host_bytes": 1, "stores": "memory:?capacity=1MiB", "weights": "a"})
+def test_only_a_host_tier_of_kvpool_takes_a_policy() -> None:
+    for plugin in (LLAMACPP, SGLANG, LMCACHE):
+        with pytest.raises(ValueError, match=f"options: expected some of .*stores.*got .*policy in {plugin.place}"):
+            plugin.read({"policy": "agent", "host_bytes": 1, **GOOD})
+    for plugin in (VLLM, MLX):
+        assert [plugin.read({"host_bytes": 1, "policy": name}).policy for name in POLICIES] == list(POLICIES)
+        with pytest.raises(ValueError, match="policy: expected 'lru', 'reuse', 'agent', 'adaptive'.*got 'fifo' in .*"):
+            plugin.read({"host_bytes": 1, "policy": "fifo"})
 
 
-@pytest.mark.parametrize("plugin", [VLLM, MLX])
-def test_a_host_tier_of_kvpool_takes_a_policy(plugin: EnginePlugin) -> None:
-    assert [plugin.read({"host_bytes": 1, "policy": name}).policy for name in POLICIES] == list(POLICIES)
-    with pytest.raises(ValueError, match="policy: expected 'lru', 'reuse', 'agent', 'adaptive'.*got 'fifo' in .*"):
-        plugin.read({"host_bytes": 1, "policy": "fifo"})
-
-
-@pytest.mark.parametrize(
-    ("plugin", "typed"),
-    [
-        (options.VLLM, options.VLLMOptions),
+def test_an_editor_knows_each_option_of_a_plugin() -> None:
+    for plugin, typed in (
+        (VLLM, options.VLLMOptions),
         (options.VLLM_TIER, options.SecondaryTierOptions),
-        (options.SGLANG, options.StagedOptions),
-        (options.LMCACHE, options.StagedOptions),
-        (options.MLX, options.PromptCacheOptions),
-        (options.LLAMACPP, options.LocalOptions),
-    ],
-)
-def test_an_editor_knows_each_option_of_a_plugin(plugin: EnginePlugin, typed: type) -> None:
-    hints = typing.get_type_hints(typed, include_extras=True)
-    required = {name for name, hint in hints.items() if typing.get_origin(hint) is typing.Required}
-    assert set(hints) == set(plugin.options) and required == set(plugin.needs)
+        (SGLANG, options.StagedOptions),
+        (LMCACHE, options.StagedOptions),
+        (MLX, options.PromptCacheOptions),
+        (LLAMACPP, options.LocalOptions),
+    ):
+        hints = typing.get_type_hints(typed, include_extras=True)
+        required = {name for name, hint in hints.items() if typing.get_origin(hint) is typing.Required}
+        assert set(hints) == set(plugin.options) and required == set(plugin.needs)
 
 
 def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,15 +130,14 @@ def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCapture
     assert record.getMessage().endswith("ignored in its file: cpu_bytes_to_use, eviction_policy")
 
 
-@pytest.mark.parametrize("plugin", [options.VLLM, options.SGLANG, options.LMCACHE], ids=lambda plugin: plugin.engine)
 def test_a_version_that_was_not_tested_is_named_in_the_log_of_the_engine(
-    plugin: EnginePlugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(EnginePlugin, "version", lambda self: "9.9.9")
-    monkeypatch.setattr(logging.getLogger(plugin.log.name.partition(".")[0]), "propagate", True)
-    with caplog.at_level(logging.WARNING, plugin.log.name):
+    for plugin in (VLLM, SGLANG, LMCACHE):
+        monkeypatch.setattr(logging.getLogger(plugin.log.name.partition(".")[0]), "propagate", True)
         plugin.checked_version()
-    assert f"tested with {plugin.engine} {plugin.tested[0]}; this is 9.9.9" in caplog.text
+        assert f"tested with {plugin.engine} {plugin.tested[0]}; this is 9.9.9" in caplog.text
 
 
 def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,20 +153,9 @@ def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch
         assert len(records) == shown, "nobody has said where it is to be written"
 
 
-@pytest.mark.parametrize("given", ["8Gi", "8GiB", "8 gib", "8192Mi", 8 << 30])
-def test_sizes_are_read_as_people_write_them(given: Any) -> None:
-    assert HOST_TIER.read({"host_bytes": given}).host_bytes == 8 << 30
-
-
-@pytest.mark.parametrize(
-    ("option", "good", "bad"),
-    [("load_share", 1, 1.01), ("save_share", 0.1, 0), ("retry_seconds", 0.5, 0), ("save_seconds", 60, 3601)],
-)
-def test_the_settings_of_stores_are_options(option: str, good: float, bad: float) -> None:
-    read = HOST_TIER.read({"host_bytes": 1, option: good})
-    assert getattr(read, option) == good
-    with pytest.raises(ValueError, match=f"{option}: expected .*got {bad} in its file"):
-        HOST_TIER.read({"host_bytes": 1, option: bad})
+def test_sizes_are_read_as_people_write_them() -> None:
+    for given in ("8Gi", "8GiB", "8 gib", "8192Mi"):
+        assert HOST_TIER.read({"host_bytes": given}).host_bytes == 8 << 30
 
 
 def test_engines_of_one_model_have_one_identity_and_all_others_another() -> None:

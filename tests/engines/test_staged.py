@@ -137,31 +137,6 @@ def test_a_store_from_which_nothing_comes_is_asked_no_more_for_a_while(make: Ope
     assert blocks.find(names(4)) == [True] * 4 and not blocks.worker.suspended
 
 
-def test_a_store_that_saves_nothing_still_gives_what_it_has(make: Open, store: Wrong) -> None:
-    blocks = make()
-    save(blocks, 2)
-
-    store.before["save"] = fail
-    assert not any(save(blocks, 2, first=2)) and blocks.worker.suspended
-    assert blocks.find(names(3)) == [True, True, False] and len(load(blocks, 2)) == 2
-    assert blocks.worker.suspended and not any(save(blocks, 2, first=2))
-    assert store.calls.count("save") == 2
-
-
-def test_a_store_that_finds_and_loads_nothing_is_asked_no_more_for_a_while(make: Open, store: Wrong) -> None:
-    blocks = make()
-    save(blocks, 2)
-
-    store.before["load"] = fail
-    for _ in range(5):
-        blocks.find(names(2))
-        assert load(blocks, 2) == {}
-    assert blocks.worker.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
-    blocks.worker.health.resume()
-    del store.before["load"]
-    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.worker.suspended
-
-
 @pytest.mark.parametrize("when", ["fill", "put"])
 def test_an_error_of_a_copy_raises_nothing_and_gives_the_rows_back(when: str, make: Open) -> None:
     blocks = make(rows=2)
@@ -239,17 +214,6 @@ def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open, monkeypatch
 
     assert blocks.save(names(3), slow) == [False] * 3
     assert copied == [0] and blocks.troubles["save", "late"] == 3
-
-
-def test_closing_says_how_much_went_wrong(make: Open, store: Wrong, caplog: pytest.LogCaptureFixture) -> None:
-    blocks = make()
-
-    store.before["find"] = fail
-    blocks.find(names(2))
-    blocks.find(names(3))
-    with caplog.at_level(logging.WARNING, "kvpool.integrations"):
-        blocks.close()
-    assert "find failed 2, find suspended 3" in caplog.text
 
 
 # -- hits against the engine -----------------------------------------------------------------------------
@@ -354,15 +318,6 @@ def test_a_hit_of_which_a_part_is_left_is_loaded_and_ends_with_the_rest(hits: Hi
     hits.leave(names(5), 20.002)
     assert hits.until(names(8)) == math.inf
     assert (policy.learned, policy.dropped) == (10, 1)
-
-
-def test_what_was_left_is_found_again(make: Open) -> None:
-    for load in ("always", "faster"):
-        blocks = make(load=load, compute_seconds=60.0)
-        assert all(save(blocks, 6))
-        assert blocks.find_hit(names(6)) == [True] * 6
-        blocks.leave(names(6))
-        assert blocks.find_hit(names(6)) == [True] * 6
 
 
 def test_a_load_that_begins_when_its_hit_has_lapsed_brings_nothing(hits: Hits) -> None:

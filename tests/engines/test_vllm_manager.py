@@ -6,13 +6,10 @@ backend. Which host block a chunk gets is nobody's business but the tier's, and 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-import kvpool
 
 vllm = pytest.importorskip(
     "kvpool.integrations.vllm.spec",
@@ -24,7 +21,6 @@ from vllm.v1.kv_offload.base import make_offload_key  # noqa: E402
 
 from tests.engines.vllm_lab import (  # noqa: E402
     HIT,
-    IDENTITY,
     MISS,
     PENDING,
     PROMPT,
@@ -81,14 +77,6 @@ def test_a_chunk_that_two_requests_load_is_held_by_both(make: Make) -> None:
     assert manager.prepare_store(3) is None
     manager.complete_load("b", 1, 2)
     assert manager.prepare_store(3) is not None
-
-
-def test_touched_chunks_are_evicted_last(make: Make) -> None:
-    manager = make(3)
-    manager.store(1)
-    manager.store(2, 3)
-    manager.real.touch(keys(1, 2), request())
-    assert manager.prepare_store(4)[2] == [3]
 
 
 def test_a_failed_store_leaves_nothing_and_what_was_there(make: Make) -> None:
@@ -277,13 +265,6 @@ def test_chunks_that_were_loaded_and_chunks_that_are_new_are_one_prompt(make: Ma
     assert manager.lookup(*range(6)) == [HIT] * 4 + [MISS] * 2
 
 
-def test_without_events_nobody_asks_the_cache_for_them() -> None:
-    with kvpool.HostCache(4, 64, identity=IDENTITY) as cache:
-        real = vllm.KVPoolOffloadingManager(cache, events=False)
-        cache.close()
-        assert list(real.take_events()) == []
-
-
 def test_metrics_say_what_happened_since_they_were_read(make: Make) -> None:
     manager = make()
     assert manager.counted() == {}
@@ -297,16 +278,3 @@ def test_metrics_say_what_happened_since_they_were_read(make: Make) -> None:
     assert manager.counted() == {}
     defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
     assert {name.partition(":(")[0] for name in counted} <= set(defined)
-
-
-def test_what_travels_to_the_workers_can_be_pickled(make: Make) -> None:
-    manager = make()
-    stored = manager.real.prepare_store(keys(1, 2), request()).store_spec
-    assert pickle.loads(pickle.dumps(stored)).blocks == stored.blocks
-
-
-def test_without_stores_no_load_says_what_is_whole(make: Make) -> None:
-    manager = make()
-    manager.store(1)
-    assert manager.real.prepare_load(keys(1), request()).partial is None
-    manager.complete_load("r", 1)

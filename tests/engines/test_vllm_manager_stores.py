@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import kvpool
 
 vllm = pytest.importorskip(
     "kvpool.integrations.vllm.spec",
@@ -19,15 +16,12 @@ vllm = pytest.importorskip(
 
 from vllm.v1.kv_offload.base import Medium  # noqa: E402
 
-from kvpool.integrations.options import EngineOptions  # noqa: E402
 from kvpool.storage import (  # noqa: E402
     MemoryStore,
-    host_storage_manager,
     urls,
 )
 from tests.engines.vllm_lab import (  # noqa: E402
     HIT,
-    IDENTITY,
     MISS,
     PENDING,
     Clock,
@@ -185,15 +179,6 @@ def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
     assert manager.await_states(1, 2) == [MISS, HIT]
 
 
-def test_a_load_names_the_chunks_that_are_filled_in_part() -> None:
-    manager = Stored(4)
-    (block,) = manager.store_in_part(1)
-    manager.fill(2)
-    spec = manager.real.prepare_load(keys(2, 1), request())
-    assert (spec.blocks[1], spec.partial) == (block, (block,))
-    assert pickle.loads(pickle.dumps(spec)).partial == (block,)
-
-
 @pytest.mark.parametrize("again", ["by the store", "by the engine"])
 def test_a_chunk_that_comes_back_whole_is_not_filled_in_part_any_more(again: str) -> None:
     """Into any host block, also that in which it was filled in part."""
@@ -247,21 +232,6 @@ def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -
     assert spec.partial == spec.blocks
 
 
-def test_reports_of_workers_are_joined() -> None:
-    report, other = vllm.WorkerReport({1: 1}, failed_blocks={3}), vllm.WorkerReport({1: 1, 2: 1}, partial_blocks={4})
-    both = report.aggregate(other)
-    assert (both.completed_jobs, both.failed_blocks, both.partial_blocks) == ({1: 2, 2: 1}, {3}, {4})
-    assert pickle.loads(pickle.dumps(both)) == both
-
-
-def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
-    manager = Stored(4)
-    manager.fill(1, 2)
-    assert manager.await_states(1, 2) == [HIT, HIT]
-    manager.real.reset_cache()
-    assert manager.await_states(1, 2) == [MISS, MISS]
-
-
 def test_a_reset_retracts_events_of_stores() -> None:
     manager, known = Stored(4), set[int]()
     list(manager.real.take_events())
@@ -277,21 +247,6 @@ def test_a_reset_retracts_events_of_stores() -> None:
     assert follow() == {1, 2}
     manager.real.reset_cache()
     assert follow() == set() and manager.await_states(1, 2) == [MISS, MISS]
-
-
-def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Any] = {}
-
-    def note(cache: Any, tier: Any, stores: Any, **settings: Any) -> Any:
-        made.update(settings)
-        raise InterruptedError
-
-    monkeypatch.setattr(host_storage_manager, "HostStorageManager", note)
-    wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
-    with pytest.raises(InterruptedError):
-        Stored(4, save="reuse", **wanted)
-    del made["clock"], made["spare"]
-    assert made == {"identity": IDENTITY, "save": "reuse", "policies": None, **wanted}
 
 
 @pytest.mark.parametrize(
@@ -414,32 +369,3 @@ def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatc
         assert counted["vllm:kvpool_store_missed_reasons:('damaged',)"] == 2
     assert counted[f"vllm:kvpool_store_suspended:('{wrong.name}',)"] == 1
     assert {f"vllm:kvpool_store_figures:('{wrong.name}', '{name}')" for name in ("blocks", "capacity")} <= set(counted)
-
-
-def test_a_host_tier_that_is_too_small_for_what_comes_is_warned_of_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for log in (vllm.log, vllm.log.parent):
-        monkeypatch.setattr(log, "propagate", True)
-    manager = Stored(2)
-    for second in range(1, 4):
-        chunks = 10 * second, 10 * second + 1
-        manager.fill(*chunks)
-        manager.wait_saved(2)
-        manager.cache.forget(keys(*chunks))
-        assert MISS in manager.await_states(*chunks), "half of the tier is one chunk"
-        manager.cache.forget(keys(*chunks))
-        # What nobody has read takes no room any more.
-        manager.now = 15.0 * second
-        assert manager.counted()["vllm:kvpool_store_missed_reasons:('crowded',)"] >= 1
-    warnings = [record.getMessage() for record in caplog.records if record.name == vllm.log.name]
-    assert len([text for text in warnings if "load of 1 blocks: crowded" in text]) == len(warnings) == 1
-
-
-def test_a_request_before_the_stores_are_open_is_refused() -> None:
-    real = vllm.KVPoolOffloadingManager(
-        kvpool.HostCache(4, 64, identity=IDENTITY), EngineOptions(stores=("memory:?capacity=1MiB",))
-    )
-    with pytest.raises(RuntimeError, match="stores were not opened"):
-        real.on_new_request(request())
-    real.shutdown()

@@ -21,8 +21,6 @@ vllm = pytest.importorskip(
 )
 
 import torch  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (  # noqa: E402
     derive_canonical_mappings,
 )
@@ -135,16 +133,6 @@ def test_only_hashes_with_a_random_start_need_a_seed(monkeypatch: pytest.MonkeyP
         assert vllm.KVPoolOffloadingSpec(config(LASTING)).stored_as is not None
 
 
-def test_one_line_says_what_was_decided(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving():
-        spec = vllm.KVPoolOffloadingSpec(config(LASTING | {"host_bytes": "1MiB"}, per_chunk=2))
-    said(caplog, monkeypatch)
-    spec.get_manager().shutdown()
-    (line,) = [record.getMessage() for record in caplog.records if "host tier of" in record.getMessage()]
-    decided = ["128 blocks of 8192 bytes", "about 4096 tokens", "chunks of 32 tokens", "disk:/a", "weights 1"]
-    assert [text for text in decided if text not in line] == []
-
-
 @pytest.mark.parametrize(
     ("longest", "window", "warned"), [(16 * 256, 0, False), (16 * 257, 0, True), (16 * 257, 64, False)]
 )
@@ -203,19 +191,6 @@ def test_no_request_compiles_anything(stores: str, per_chunk: int) -> None:
     command = [sys.executable, "-c", FIRST_REQUESTS, stores, str(per_chunk)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["[]"]), done.stderr[-3000:]
-
-
-def test_compiling_is_logged_at_its_start_and_its_end(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = vllm.KVPoolOffloadingSpec(config({"host_bytes": "64KiB"}))
-    said(caplog, monkeypatch)
-    spec.get_manager().shutdown()
-    worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)]).shutdown()
-    lines = [record.getMessage() for record in caplog.records]
-    for what in ("the index of the host tier", "the copies of the host tier"):
-        assert sum(line.startswith(f"kvpool: compiling {what}") for line in lines) == 1
-        assert sum(line.startswith(f"kvpool: {what} is ready after") for line in lines) == 1
 
 
 def test_what_is_compiled_leaves_no_trace() -> None:
@@ -486,12 +461,6 @@ def test_a_layer_that_vllm_does_not_certify_is_refused_in_the_canonical_layout(f
         vllm.KVPoolOffloadingSpec(made).get_worker(caches_of(noise(1, 2, 12, 512)))
 
 
-def test_the_plug_in_is_imported_without_numba() -> None:
-    """vLLM on a CPU looks at all modules when a worker starts, and fails at an attribute of llvmlite's."""
-    script = "import sys, kvpool.integrations.vllm.spec; sys.exit('llvmlite' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
-
-
 def test_the_commands_that_are_shown_are_what_the_tests_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
     commands = re.findall(r"vllm serve (.*?)```", page, re.DOTALL)
@@ -502,9 +471,3 @@ def test_the_commands_that_are_shown_are_what_the_tests_run() -> None:
         parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options])).kv_transfer_config
         wanted = serve.transfer({"host_bytes": "8GiB", **extra})
         assert {name: getattr(parsed, name) for name in wanted} == wanted
-
-
-@pytest.mark.parametrize("recovers", [True, False])
-def test_vllm_finds_the_connector_by_its_name(recovers: bool) -> None:
-    connector = KVConnectorFactory.get_connector_class(KVTransferConfig(**serve.transfer({}, recovers=recovers)))
-    assert connector is (vllm.KVPoolOffloadingConnector if recovers else vllm.OffloadingConnector)

@@ -171,21 +171,6 @@ def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeyp
     tier.real.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "stores: expected .*, got none"),
-        ({"stores": "memory:", "load_second": 2}, "is load_seconds meant"),
-        ({"stores": ["memory:", "disk:/a"]}, "expected one store"),
-    ],
-)
-def test_what_cannot_work_is_said_at_the_start(options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    spec = SimpleNamespace(config=config({}))
-    with pytest.raises(ValueError, match=words):
-        tiers.KVPoolSecondaryTier(spec, memoryview(np.zeros((4, BYTES), np.int8)), "kvpool", **options)
-
-
 def test_a_lasting_store_needs_the_name_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     spec = SimpleNamespace(config=config({}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -100,13 +99,6 @@ def test_lmcaches_own_check_of_adapters_passes(stores: dict[str, Wrong], capsys:
     printed = capsys.readouterr().out
     assert "FAIL" not in printed and "Failed" not in printed, printed
     assert "5/5" in printed and "0/5" not in printed, printed
-
-
-def test_each_kind_of_task_has_an_event_of_its_own(make: Any) -> None:
-    adapter = make()
-    fds = [adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()]
-    assert len(set(fds)) == 3
-    assert all("eventfd" in os.readlink(f"/proc/self/fd/{fd}") for fd in fds)
 
 
 def test_tasks_of_objects_outside_of_lmcaches_memory(make: Any) -> None:
@@ -315,9 +307,3 @@ def test_closing_ends_tasks_that_wait(make: Any, stores: dict[str, Wrong]) -> No
     gate.open()
     closing.join()
     assert [adapter.query_load_result(task).popcount() for task in tasks] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("params", "words"), [({"stores": "tape:"}, "got 'tape:'"), ({"weights": ""}, "weights")])
-def test_bad_options_end_the_start_of_lmcache(params: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        lab.adapter(**params)

@@ -191,14 +191,6 @@ def test_what_does_not_fit_is_refused_page_by_page(attach: Any) -> None:
     assert backend.batch_set_v2([PoolTransfer(PoolName.KV, keys=["a"])]) == {PoolName.KV: [False]}
 
 
-def test_sglangs_clear_leaves_nothing_to_be_found(attach: Any) -> None:
-    pools = {PoolName.KV: host_pool("page_first")}
-    controller = attach(lab.grouped(pools))
-    kept = pools[PoolName.KV].alloc(10 * PAGE)
-    back_up(controller, kept, TOKENS)
-    assert controller.clear_storage_backend() and fetch(controller, TOKENS)[1] == 0
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -278,17 +270,6 @@ def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
     config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, weights="1", stores="memory:?capacity=1MiB")
     with pytest.raises(ValueError, match="mooncake, peer, s3"):
         StorageBackendFactory.create_backend("dynamic", config, pool)
-
-
-def test_a_second_pool_needs_a_store_of_its_own(attach: Any) -> None:
-    pools = {PoolName.KV: host_pool("page_first"), PoolName.DRAFT: host_pool("page_first", layers=1)}
-    with pytest.raises(ValueError, match=r"\{part\}"):
-        attach(lab.grouped(pools), stores="disk:/kv")
-
-
-def test_a_pool_without_bytes_is_refused_at_the_start(attach: Any) -> None:
-    with pytest.raises(ValueError, match=r"kv \(LogicalHostPool\) gives no pages of bytes"):
-        attach(lab.LogicalHostPool(16 * PAGE, PAGE))
 
 
 def test_sglangs_metrics_get_pages_and_speed_once(attach: Any) -> None:

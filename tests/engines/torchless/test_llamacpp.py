@@ -22,7 +22,6 @@ pytest.importorskip("xllamacpp", reason="needs xllamacpp: python -m tests.engine
 from kvpool import PoolClosed
 from kvpool.integrations.llamacpp import PrefixCache
 from kvpool.integrations.local import state_keys
-from kvpool.integrations.options import LLAMACPP
 from tests.engines.torchless import gguf_lab
 from tests.engines.torchless.gguf_lab import answer, prefix_cache, prompt
 
@@ -70,20 +69,6 @@ def test_a_system_prompt_that_repeats_is_kept_by_itself(model: Path) -> None:
         forget_slots(cache)
         known.append(answer(cache, system + prompt(50, 6)[1:])[1])
     assert known[0] == 0 and min(known[2:]) >= 199
-
-
-def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = prompt(200, 1), prompt(150, 2)
-    with caplog.at_level("DEBUG", LLAMACPP.log.name), prefix_cache(model) as cache:
-        for tokens in (first, second, first + prompt(100, 3)):
-            answer(cache, tokens)
-            forget_slots(cache)
-    said = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
-    assert said[0].endswith("never_seen=200") and len(said) == 3
-    assert " never_seen=149" in said[1] or " never_seen=150" in said[1], said
-    assert said[2].endswith("host=200 never_seen=100")
 
 
 def test_a_repeated_prefix_that_a_store_has_is_not_kept_again_after_a_restart(model: Path, tmp_path: Path) -> None:

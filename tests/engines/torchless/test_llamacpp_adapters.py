@@ -26,7 +26,6 @@ LORAS: dict[str, Any] = {
     "none": [],
     "the default": None,
 }
-SAME_AS_NONE: list[Any] = [[], [{"id": 0, "scale": 0.0}], [{"id": 0, "scale": 0}, {"id": 1, "scale": -0.0}]]
 
 
 class Lab:
@@ -94,24 +93,6 @@ def test_each_pair_of_adapters_answers_as_a_new_server(
         default = "both" if apply else "none"
         same = first == second or {first, second} == {"the default", default}
         assert (known >= 207) == same, (known, first, second)
-
-
-def test_a_request_without_adapters_is_right_after_one_with_them(lab: Lab) -> None:
-    tokens = prompt(200, 1)
-    for apply in (False, True):
-        with lab.cache(apply) as cache:
-            expected = lab.fresh(tokens, A + B if apply else [])
-            for lora in (A, B, A + B, []):
-                answer(cache, tokens, lora=lora)
-                assert answer(cache, tokens)[0] == expected
-
-
-def test_adapters_of_scale_0_are_absent(lab: Lab) -> None:
-    tokens = prompt(200, 1)
-    with lab.cache() as cache:
-        expected = answer(cache, tokens)[0]
-        for lora in SAME_AS_NONE:
-            assert answer(cache, tokens, lora=lora) == (expected, 199)
 
 
 def test_a_beginning_that_repeats_is_computed_with_the_adapters_of_the_request(lab: Lab) -> None:

@@ -24,7 +24,6 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from kvpool import PoolClosed
 from kvpool.integrations.local import state_keys
-from kvpool.integrations.options import MLX
 from tests.engines.torchless import mlx_lab
 
 DEADLINE_S = 600
@@ -49,19 +48,6 @@ def test_logits_are_those_of_the_engines_own_kv(kind: str, memory: str) -> None:
         assert cache.nbytes <= {"4MiB": 4 << 20, "128KiB": 128 << 10}[memory]
 
 
-def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pytest.LogCaptureFixture) -> None:
-    kind = mlx_lab.KINDS[0]
-    model, tokens = mlx_lab.model_of(kind), prompt(100)
-    with caplog.at_level("DEBUG", MLX.log.name), mlx_lab.prompt_cache(kind, model) as cache:
-        caches = mlx_lab.computed(kind, model, tokens[:70])
-        cache.fetch_nearest_cache("model", tokens)
-        cache.insert_cache("model", tokens[:70], caches)
-        cache.fetch_nearest_cache("model", tokens)
-    said = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
-    assert said[0].endswith("host=0 never_seen=96")
-    assert said[1].endswith("host=64 never_seen=32") and len(said) == 2
-
-
 @pytest.mark.parametrize("kind", mlx_lab.KINDS)
 def test_a_prefix_is_found_and_the_last_token_is_left_to_compute(kind: str) -> None:
     model, tokens = mlx_lab.model_of(kind), prompt(100)
@@ -73,18 +59,6 @@ def test_a_prefix_is_found_and_the_last_token_is_left_to_compute(kind: str) -> N
         assert len(cache.fetch_nearest_cache("model", tokens[:71])[1]) == (1 if exact else 7)
         assert cache.fetch_nearest_cache("model", tokens[:1]) == (None, tokens[:1])
         assert cache.fetch_nearest_cache("model", [9, *tokens]) == (None, [9, *tokens])
-
-
-def test_branches_share_the_blocks_of_their_prompt() -> None:
-    model, system = mlx_lab.model_of("full attention"), prompt(320)
-    with mlx_lab.prompt_cache("full attention", model) as cache:
-        for branch in range(10):
-            tokens = system + prompt(16, branch)
-            caches, rest = cache.fetch_nearest_cache("model", tokens)
-            caches = caches or mlx_lab.empty("full attention", model)
-            mlx_lab.compute(model, rest, caches)
-            cache.insert_cache("model", tokens, caches)
-        assert len(cache) == 320 // 16 + 10
 
 
 def test_a_prompt_larger_than_the_memory_keeps_its_beginning() -> None:
@@ -118,30 +92,6 @@ def test_a_state_of_more_tokens_than_were_named_is_not_kept() -> None:
         cache.insert_cache("model", tokens[:-1], caches)
         assert cache.fetch_nearest_cache("model", tokens)[0] is None
         assert cache.stats().skipped == {"ahead": 1}
-
-
-def test_another_model_finds_nothing_and_has_the_memory() -> None:
-    model, tokens = mlx_lab.model_of("full attention"), prompt(64)
-    with mlx_lab.prompt_cache("full attention", model) as cache:
-        cache.insert_cache("model", tokens, mlx_lab.computed("full attention", model, tokens))
-        assert cache.fetch_nearest_cache("other", tokens)[0] is None
-        assert len(cache) == 0
-        assert cache.fetch_nearest_cache("model", tokens)[0] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"host_bytes": None}, ValueError, "host_bytes: expected .*, got none"),
-        ({"host_bytes": "much"}, ValueError, "host_bytes: .*'much'"),
-        ({"tokens_per_block": 0}, ValueError, "tokens_per_block: .*0"),
-        ({"hostbytes": "1GiB"}, ValueError, "is host_bytes meant"),
-        ({"save": "sometimes"}, ValueError, "save: .*'sometimes'"),
-    ],
-)
-def test_bad_options_are_refused_at_once(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        mlx_lab.prompt_cache("full attention", object(), **options)
 
 
 def test_the_first_call_says_that_no_block_fits_and_that_weights_are_missing(tmp_path: Path) -> None:
