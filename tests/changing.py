@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +31,9 @@ from kvpool import BlockKeys, StagingBuffers, gather_kv, scatter_kv
 from kvpool.device.memory import StridedArray
 from kvpool.hostcache import HostCopies
 from kvpool.hostcache.host_copies import HostPlace
-from kvpool.storage import BlockNames, StoreRequest
+from kvpool.storage import BlockNames
 from kvpool.tools.replay.content import Request
-from parts import reach
+from parts import owner_of, reach
 from steps import NAMES, arrays
 
 # -- cases -------------------------------------------------------------------------------------------
@@ -53,13 +54,16 @@ class Case(NamedTuple):
     """What the argument may be."""
 
 
-def verb(
-    name: str, scene: Callable[[], Any] = Plain, dtypes: dict[str, Any] | None = None, /, *rest: Any, **arrays: Any
-) -> Case:
-    """A call of a pool's method with these arrays, and with other arguments ``rest[0]``."""
-    others = rest[0] if rest else {}
+def at(path: str, **others: Any) -> Callable[[Any, dict[str, Any]], Any]:
+    """A call of what a scene has under a dotted name, with other arguments too."""
+    return lambda scene, arguments: attrgetter(path)(scene)(**others, **arguments)
+
+
+def verb(name: str, scene: Callable[[], Any] = Plain, dtypes: Any = None, others: Any = None, **arrays: Any) -> Case:
+    """A call of a pool's method with these arrays, and with other arguments."""
+    part, _ = owner_of(name)
     return Case(
-        name, scene, lambda scene, arguments: reach(scene.cache, name)(**others, **arguments), arrays, dtypes or {}
+        name, scene, at(f"cache.{part}.{name}" if part else f"cache.{name}", **others or {}), arrays, dtypes or {}
     )
 
 
@@ -87,7 +91,7 @@ OWN_KEYS = (lambda scene: scene.cache.block_keys(np.arange(100, 106)).keys.tolis
 KEY = (lambda scene: scene.keys.keys[0].tolist()), (lambda scene: [1, 2])
 SLOTS = {"slot_mapping": ([0, 1, 2, 5, -1, 15], [0, 1, 2, 5, -1, 31])}
 STORED = (lambda scene: scene.keys(0, 1).tolist()), (lambda scene: scene.keys(2, 9).tolist())
-KEEPER_VERBS = "prefetch", "match_prefix", "explain"
+PRIORITY = {"set_priority": {"priority": 80}}
 INT32, UINT64, ARRAYS, ARRAY, LIST = np.int32, np.uint64, ("array", "interface"), ("array",), ("list",)
 TOKENS = {"prompt": INT32}
 
@@ -137,34 +141,9 @@ def _batch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
     return lambda scene, arguments: reach(scene.cache, name)([arguments["prompts"], [1, 2]])
 
 
-def _reserve(scene: Any, arguments: dict[str, Any]) -> Any:
-    options = {"encoder_tokens": 5} if isinstance(scene, Grouped) else {}
-    return scene.cache.imports.reserve(**options | arguments)
-
-
-def _cross(name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    def call(scene: Any, arguments: dict[str, Any]) -> Any:
-        if name == "blocks_needed":
-            return scene.cache.blocks_needed(np.arange(40, 50, dtype=np.int32), group=2, **arguments)
-        prompt = np.arange(40, 50, dtype=np.int32)
-        batch = name in ("add_sequence_batch", "plan_batch")
-        return reach(scene.cache, name)([prompt] if batch else prompt, **arguments)
-
-    return call
-
-
 def _hint(message: Any) -> dict[str, Any]:
     action = {"action_id": "a", "action_type": "drop", "action_version": 1, "payload": {"keys": message}}
     return {"protocol_version": 1, "message_id": "m", "actions": [action]}
-
-
-def _lacking(scene: Any, arguments: dict[str, Any]) -> Any:
-    return scene.cache.content.missing_blocks(np.arange(40, 49, dtype=np.int32), **arguments)
-
-
-def _import(scene: Any, arguments: dict[str, Any]) -> Any:
-    data = [bytes([i]) * scene.cache.layout.block_bytes for i in range(2)]
-    return scene.cache.imports.import_blocks(scene.cache.block_keys(np.arange(50, 60)), **{"data": data} | arguments)
 
 
 def _copies(copy: Callable[..., None]) -> Callable[[Any, dict[str, Any]], Any]:
@@ -204,25 +183,6 @@ def _uploads(scene: Any, arguments: dict[str, Any]) -> Any:
     return launcher.seen
 
 
-def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    others = {"priority": 80} if name == "set_priority" else {}
-    return lambda scene, arguments: getattr(getattr(scene, owner), name)(**others, **arguments)
-
-
-def _publish(scene: Any, arguments: dict[str, Any]) -> int:
-    return scene.manager.publish(named("p", "q"), **arguments)
-
-
-def _read_dirty(scene: Any, arguments: dict[str, Any]) -> list[bytes]:
-    return scene.cache.read_dirty(scene.cursor, **arguments)
-
-
-def _jobs(name: str) -> Callable[[Any, dict[str, Any]], StoreRequest]:
-    """A job of two blocks, in rows that come after those that were saved."""
-    others = {"rows": [6, 7]} if name in ("load", "save") else {}
-    return lambda scene, arguments: getattr(scene.queue, name)(**others | arguments)
-
-
 def _block_keys(scene: Any, arguments: dict[str, Any]) -> BlockKeys:
     keys = scene.keys
     return BlockKeys(**arguments, salt=None, adapter_id=None, root=(keys.namespace, *keys.root), origin=keys.origin)
@@ -239,22 +199,22 @@ def _record(scene: Any, arguments: dict[str, Any]) -> Any:
 
 CASES = [
     verb("block_keys", Plain, {"tokens": INT32}, tokens=PROMPT, extra_ids=([0] * 8 + [5], [0] * 8 + [6])),
-    *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("match_prefix", "add_sequence", "explain")),
+    *(
+        verb(name, Plain, TOKENS, prompt=PROMPT)
+        for name in ("match_prefix", "add_sequence", "explain", "reserve", "forget", "cached_blocks")
+    ),
     *(verb(name, Plain, TOKENS, prompt=RUNNING) for name in ("offload", "blocks_needed")),
     verb("prefetch", Plain, TOKENS, prompt=ON_HOST),
-    Case("reserve", Plain, _reserve, {"prompt": PROMPT}, TOKENS),
     verb("offload", Plain, {"prompt": UINT64}, prompt=OWN_KEYS)._replace(forms=ARRAYS),
-    *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("forget", "cached_blocks")),
     verb("set_priority", Plain, TOKENS, {"priority": 80}, prompt=PROMPT),
     verb("missing_blocks", Plain, TOKENS, {"available": np.ones((1, 2), np.bool_)}, prompt=PROMPT),
-    Case(
+    verb(
         "missing_blocks",
         Plain,
-        _lacking,
-        {"available": ([[True, True]], [[True, False]])},
         {"available": np.bool_},
-        ARRAYS,
-    ),
+        {"prompt": np.arange(40, 49)},
+        available=([[True, True]], [[True, False]]),
+    )._replace(forms=ARRAYS),
     *(
         verb(name, Plain, {"prompt": UINT64}, prompt=KEYS)._replace(forms=ARRAYS)
         for name in ("forget", "cached_blocks")
@@ -263,7 +223,7 @@ CASES = [
     Case(
         "BlockKeys.extend",
         Plain,
-        lambda scene, arguments: scene.keys.extend(**arguments),
+        at("keys.extend"),
         {"tokens": ([1, 2, 3, 4], [1, 2, 3, 9]), "extra_ids": ([0, 0, 0, 5], [0, 0, 0, 6])},
         {"tokens": INT32},
     ),
@@ -273,8 +233,12 @@ CASES = [
         for name in ("add_sequence_batch", "plan_batch")
     ),
     *(
-        Case(name, Grouped, _cross(name), {"encoder_tokens": ([5], [9])})
-        for name in ("add_sequence", "add_sequence_batch", "plan_batch", "reserve", "blocks_needed")
+        verb(name, Grouped, {}, others, encoder_tokens=([5], [9]))
+        for name, others in (
+            *((name, {"prompt": np.arange(40, 50)}) for name in ("add_sequence", "reserve")),
+            *((name, {"prompts": [np.arange(40, 50)]}) for name in ("add_sequence_batch", "plan_batch")),
+            ("blocks_needed", {"prompt": np.arange(40, 50), "group": 2}),
+        )
     ),
     verb("append_tokens", Plain, {"tokens": INT32}, **APPENDED),
     verb("commit", Plain, {}, ids=BOTH, counts=([6, 5], [6, MANY])),
@@ -319,14 +283,7 @@ CASES = [
     Case("capture_block_offsets", Graph, _captured, {"rows": ([3, 1], [3, FAR])}),
     Case("GraphTables.stage", Graph, _staged, STEP),
     verb("pin", Plain, {"keys": UINT64}, keys=KEYS)._replace(forms=ARRAYS),
-    Case(
-        "find_and_pin_host",
-        Plain,
-        lambda scene, arguments: scene.cache.find_and_pin_host(**arguments),
-        {"key": KEY},
-        {"key": UINT64},
-        ARRAYS,
-    ),
+    verb("find_and_pin_host", Plain, {"key": UINT64}, key=KEY)._replace(forms=ARRAYS),
     verb("pin_blocks", Plain, {}, ids=of_both(lambda scene: [scene.block], 0, FAR)),
     Case("gather_kv", Nothing, _copies(gather_kv), SLOTS, {}, ARRAYS),
     Case("scatter_kv", Nothing, _copies(scatter_kv), SLOTS, {}, ARRAYS),
@@ -344,7 +301,14 @@ CASES = [
     ),
     Case("HostCopies", Paged, _places, {"places": (_two(192, 0, 96), _two(96, 0, 192))}, {}, LIST),
     *(
-        Case(f"HostCache.{name}", Hosted, _opaque("cache", name), {"keys": (named(*before), named(*after))}, {}, LIST)
+        Case(
+            f"HostCache.{name}",
+            Hosted,
+            at(f"cache.{name}", **PRIORITY.get(name, {})),
+            {"keys": (named(*before), named(*after))},
+            {},
+            LIST,
+        )
         for name, before, after in (
             ("lookup", "ax", "ap"),
             ("pin", "ab", "ax"),
@@ -357,10 +321,24 @@ CASES = [
             ("set_priority", "ab", "ax"),
         )
     ),
-    Case("HostStorageManager.publish", Kept, _publish, {"unsaved": (named("p"), named("x"))}, {}, LIST),
-    Case("HostCache.read_dirty", Hosted, _read_dirty, {"keys": (named(*"ab"), named(*"ax"))}, {}, LIST),
+    Case(
+        "HostStorageManager.publish",
+        Kept,
+        at("manager.publish", keys=named("p", "q")),
+        {"unsaved": (named("p"), named("x"))},
+        {},
+        LIST,
+    ),
+    Case(
+        "HostCache.read_dirty",
+        Hosted,
+        lambda scene, arguments: scene.cache.read_dirty(scene.cursor, **arguments),
+        {"keys": (named(*"ab"), named(*"ax"))},
+        {},
+        LIST,
+    ),
     *(
-        Case(f"HostStorageManager.{name}", Kept, _opaque("manager", name), {"keys": (before, after)}, {}, LIST)
+        Case(f"HostStorageManager.{name}", Kept, at(f"manager.{name}"), {"keys": (before, after)}, {}, LIST)
         for name, before, after in (
             ("lookup", named("here", "stored"), named("here", "x")),
             ("pin", named("here", "there"), named("here", "x")),
@@ -370,31 +348,29 @@ CASES = [
         )
     ),
     *(
-        Case(f"StoreWorker.{name}", Stored, _jobs(name), {"keys": STORED} | rows, {"keys": np.uint8}, forms)
-        for name, rows, forms in (
-            ("find", {}, ARRAY),
-            ("forget", {}, ARRAY),
-            ("load", {}, ARRAY),
-            ("load", {"rows": ([6, 7], [6, 5])}, ARRAY),
-            ("save", {"rows": ([6, 7], [6, FAR])}, ARRAY),
+        Case(
+            f"StoreWorker.{name}",
+            Stored,
+            at(f"queue.{name}", **others),
+            {"keys": STORED} | rows,
+            {"keys": np.uint8},
+            ARRAY,
+        )
+        for name, others, rows in (
+            ("find", {}, {}),
+            ("find_now", {}, {}),
+            ("forget", {}, {}),
+            ("load", {"rows": [6, 7]}, {}),
+            ("load", {}, {"rows": ([6, 7], [6, 5])}),
+            ("save", {}, {"rows": ([6, 7], [6, FAR])}),
         )
     ),
-    Case(
-        "StoreWorker.find_now",
-        Stored,
-        lambda scene, arguments: scene.queue.find_now(arguments["keys"]).tolist(),
-        {"keys": STORED},
-        {"keys": np.uint8},
-        ARRAY,
-    ),
     *(
-        Case(f"StorageManager.{name}", Saved, _opaque("manager", name), {"prompt": PROMPT}, TOKENS)
-        for name in KEEPER_VERBS
+        Case(f"StorageManager.{name}", Saved, at(f"manager.{name}"), {"prompt": PROMPT}, TOKENS)
+        for name in ("prefetch", "match_prefix", "explain")
     ),
-    Case("StorageManager.forget", Forgetting, _opaque("manager", "forget"), {"prompt": PROMPT}, TOKENS),
-    Case(
-        "StorageManager.forget", Forgetting, _opaque("manager", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS
-    ),
+    Case("StorageManager.forget", Forgetting, at("manager.forget"), {"prompt": PROMPT}, TOKENS),
+    Case("StorageManager.forget", Forgetting, at("manager.forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
     *(
         Case("BlockNames", Nothing, call, {name: (named("here", "there"), named("here", "x"))}, {}, LIST)
         for name, call in (

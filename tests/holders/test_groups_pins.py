@@ -87,15 +87,6 @@ def test_blocks_of_a_table_are_pinned_by_the_ids_that_leases_have(make: Make) ->
     engine.release(sequence)
 
 
-def test_a_key_that_full_attention_lacks_pins_nothing(make: Make) -> None:
-    engine = make([8, 8], [8, 8])
-    engine.seed(A[:16])
-    keys = keys_of(engine, A[:20])
-    with pytest.raises(BlockNotFound, match=keys[4].tobytes().hex()):
-        engine.cache.pin(keys)
-    assert pins(engine.cache) == 0
-
-
 # -- what is pinned is unpinned
 # ------------------------------------------------------------------------------------------------------------
 

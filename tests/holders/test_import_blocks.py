@@ -46,23 +46,15 @@ def test_the_next_request_with_the_prefix_hits(make: Make, names: dict[str, Any]
     assert engine.add(list(range(14)), **(names | {"salt": "other"})).cached == 0
 
 
-def test_blocks_that_are_cached_on_either_tier_are_skipped(make: Make) -> None:
+def test_blocks_that_are_cached_on_either_tier_are_skipped_and_a_part_of_the_prefix_can_come(make: Make) -> None:
     engine = make(4, 8, 8)
-    engine.seed(range(9), committed=8)
-    prompt, data = prompt_of(engine, 16)
-    assert engine.cache.imports.import_blocks(prompt, data) == 2
-    assert engine.cache.imports.import_blocks(prompt, data) == 0
-    assert len(engine.cached("host")) == 2
-    assert engine.add(list(range(16)) + [9]).cached == 16
-
-
-def test_a_part_of_the_prefix_can_come(make: Make) -> None:
-    engine = make(4, 8, 8)
+    engine.seed(range(5), committed=4)
     prompt, data = prompt_of(engine, 16)
     assert engine.cache.imports.import_blocks(prompt, data[2:], first=2) == 2
-    assert engine.reusable(range(16)) == 0, "its ancestors are missing"
-    assert engine.cache.imports.import_blocks(prompt, data[:2]) == 2
-    assert engine.add(list(range(17))).cached == 16
+    assert engine.reusable(range(16)) == 4, "its ancestors are missing"
+    assert [engine.cache.imports.import_blocks(prompt, data) for _ in range(2)] == [1, 0]
+    assert len(engine.cached("host")) == 3
+    assert engine.add([*range(16), 9]).cached == 16
 
 
 def test_it_stops_where_the_host_has_no_room(make: Make) -> None:
@@ -77,79 +69,32 @@ def test_it_stops_where_the_host_has_no_room(make: Make) -> None:
     assert engine.cache.imports.import_blocks(*prompt_of(engine, 8, 200)) == 2
 
 
-def test_leaves_age_first(make: Make) -> None:
-    engine = make(4, 4, 3)
-    engine.cache.imports.import_blocks(*prompt_of(engine, 12))
-    order = [
-        key for key, _ in sorted(engine.cached("host").items(), key=lambda item: engine.order("host").index(item[1]))
-    ]
-    assert order == engine.keys(range(12))[::-1]
-
-
-def test_without_a_host_tier_nothing_comes(make: Make) -> None:
-    engine = make(4, 4, 0)
-    assert engine.cache.imports.import_blocks(*prompt_of(engine, 8)) == 0
-
-
-def test_events_report_it(make: Make) -> None:
-    engine = make(4, 4, 4, event_capacity=100)
-    prompt, data = prompt_of(engine, 8)
-    engine.cache.events()
-    engine.cache.imports.import_blocks(prompt, data)
-    stored = [event for event in engine.cache.events() if event.kind == "stored"]
-    assert {event.tier for event in stored} == {"host"}
-    np.testing.assert_array_equal(np.concatenate([event.keys for event in stored]), prompt.keys)
-
-
-BAD = [
-    (lambda e, p, d: e.cache.imports.import_blocks([1, 2, 3, 4], d), TypeError, "prompt: .*"),
-    (lambda e, p, d: e.cache.imports.import_blocks(p, d[0]), TypeError, "data: .*"),
-    (
-        lambda e, p, d: e.cache.imports.import_blocks(p, [d[0][:-1]]),
-        ValueError,
-        r"data\[0\]: expected the 192 bytes of a block, got 191",
-    ),
-    (
-        lambda e, p, d: e.cache.imports.import_blocks(p, [d[0], d[1] + b"x"]),
-        ValueError,
-        r"data\[1\]: expected the 192 bytes of a block, got 193",
-    ),
-    (
-        lambda e, p, d: e.cache.imports.import_blocks(p, [d[0], None]),
-        TypeError,
-        r"data\[1\]: expected a contiguous buffer, got NoneType",
-    ),
-    (
-        lambda e, p, d: e.cache.imports.import_blocks(p, [np.frombuffer(d[0] * 2, np.uint8)[::2]]),
-        TypeError,
-        "contiguous",
-    ),
-    (lambda e, p, d: e.cache.imports.import_blocks(p, [np.array([None] * (len(d[0]) // 8))]), TypeError, r"data\[0\]"),
-    (
-        lambda e, p, d: e.cache.imports.import_blocks(p, d, first=1),
-        ValueError,
-        "data: expected blocks of the prompt's 3 full ones, got 3 from first=1 on",
-    ),
-    (lambda e, p, d: e.cache.imports.import_blocks(p, d, first=-1), ValueError, "first: .*-1"),
-    (lambda e, p, d: e.cache.imports.import_blocks(p, d, priority=101), ValueError, "priority: .*101"),
+BAD: list[tuple[Callable[[list[bytes]], Any], dict[str, int], str]] = [
+    (lambda data: data[0], {}, "data: .*"),
+    (lambda data: [data[0][:-1]], {}, r"data\[0\]: expected the 192 bytes of a block, got 191"),
+    (lambda data: [data[0], data[1] + b"x"], {}, r"data\[1\]: expected the 192 bytes of a block, got 193"),
+    (lambda data: [data[0], None], {}, r"data\[1\]: expected a contiguous buffer, got NoneType"),
+    (lambda data: [np.frombuffer(data[0] * 2, np.uint8)[::2]], {}, "contiguous"),
+    (lambda data: [np.array([None] * (len(data[0]) // 8))], {}, r"data\[0\]"),
+    (lambda data: data, {"first": 1}, "data: expected blocks of the prompt's 3 full ones, got 3 from first=1 on"),
+    (lambda data: data, {"first": -1}, "first: .*-1"),
+    (lambda data: data, {"priority": 101}, "priority: .*101"),
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD)
-def test_bad_input_changes_nothing(make: Make, call: Any, error: type[Exception], message: str) -> None:
-    engine = make(4, 4, 4)
+def test_bad_input_changes_nothing(make: Make) -> None:
+    engine, other = make(4, 4, 4, secret=SECRET), make(4, 4, 4, secret=SECRET[::-1])
+    imports = engine.cache.imports
     prompt, data = prompt_of(engine, 14)
     before = debug.dump(engine.cache.core.tokens)
-    with pytest.raises(error, match=message):
-        call(engine, prompt, data)
-    assert debug.dump(engine.cache.core.tokens) == before
-
-
-def test_keys_of_a_pool_with_another_secret_are_refused(make: Make) -> None:
-    mine, other = make(4, 4, 4, secret=SECRET), make(4, 4, 4, secret=SECRET[::-1])
-    prompt, data = prompt_of(other, 8)
+    for wrong, options, message in BAD:
+        with pytest.raises((TypeError, ValueError), match=message):
+            imports.import_blocks(prompt, wrong(data), **options)
+    with pytest.raises(TypeError, match="prompt: .*"):
+        imports.import_blocks([1, 2, 3, 4], data)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="another secret"):
-        mine.cache.imports.import_blocks(prompt, data)
+        imports.import_blocks(*prompt_of(other, 8))
+    assert debug.dump(engine.cache.core.tokens) == before
 
 
 class Meanwhile:

@@ -4,12 +4,11 @@ before the loader has ended."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from engine import Engine
-from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
+from kvpool import KVCacheManager, OutOfBlocks
 from kvpool.errors import PoolBusy, ReservationExpired
 from kvpool.pool import Reservation
 from loading import load, picture
@@ -124,23 +123,3 @@ def test_a_reservation_that_somebody_has_seen_expire_stays_expired(make: Make, l
     with pytest.raises(ReservationExpired):
         reservation.commit()
     assert late(engine.cache)[1:] == (1, 1)
-
-
-def test_a_pool_that_is_closed_says_what_had_expired(make: Make) -> None:
-    engine = make(T=4, P=8)
-    reservations = [engine.cache.imports.reserve([i], deadline_seconds=0.01 * (i + 1)) for i in range(2)]
-    engine.clock.now = 10
-    engine.cache.close()
-    engine.clock.now = 30
-    assert late(engine.cache)[1:] == (1, 0) and not reservations[1].overdue
-    with pytest.raises(PoolClosed):
-        reservations[1].commit()
-
-
-@pytest.mark.parametrize("bad", [0, -1, 1 << 31, float("nan"), True, "10", [10]])
-def test_bad_deadlines_are_refused(make: Make, bad: Any) -> None:
-    engine = make(T=4, P=8)
-    before = picture(engine)
-    with pytest.raises((ValueError, TypeError), match="deadline_seconds"):
-        engine.cache.imports.reserve([1, 2, 3], deadline_seconds=bad)
-    assert picture(engine) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,3 +45,12 @@ def look(cache: HostCache, *names: str) -> list[int]:
     states = cache.lookup(keys(*names)).tolist()
     assert states == [cache.find(key) for key in keys(*names)]
     return states
+
+
+def calls(cache: HostCache) -> list[Callable[[], object]]:
+    """Calls that a closed cache refuses, with and without keys."""
+    verbs = [cache.lookup, cache.reserve, cache.pin, cache.touch, cache.publish, cache.abort, cache.forget]
+    return [
+        *(partial(verb, argument) for verb in verbs for argument in (keys("a"), [])),
+        *(partial(cache.find, b"a"), partial(cache.revoke, ""), partial(cache.clear, force=True), cache.events),
+    ]

@@ -23,7 +23,7 @@ from kvpool.state import hostcache
 from kvpool.state.saving import SAVERS
 from tests.desk import Ends
 from tests.exact import At
-from tests.hostcache.conftest import keys, store
+from tests.hostcache.conftest import calls, keys, store
 from tests.seeds import some_of
 
 FOLDER = str(Path(kvpool.__file__).parent / "hostcache")
@@ -161,6 +161,19 @@ SEVERAL = {"read", "reserve"}
 """Those that decide more than once: ``reserve`` even if it names a key twice."""
 
 
+def moments(scene: Scene, step: int = 1, second: Callable[[int], int] = lambda k: 0, within: str = "") -> Iterator[At]:
+    """A signal before each ``step``-th instruction of a call that the caller makes; what it leaves is looked at."""
+    for k in itertools.count(1, step):
+        scene.ready()
+        at = At(k, second(k), within)
+        yield at
+        scene.check(at.where)
+        scene.clear(at.where)
+        if not at.reached:
+            break
+    assert k > 5
+
+
 @instructions
 @STEPS
 @pytest.mark.parametrize("name", VERBS)
@@ -172,57 +185,37 @@ def test_an_exception_before_any_instruction_leaves_a_call_undone_or_done(make: 
         act()
         after = scene.counts()
         scene.clear("")
-    for k in itertools.count(1, step):
-        scene.ready()
-        at = At(k)
-        raised = at.run(verb(scene))
-        assert (raised is not None) == at.reached, f"the exception was lost {at.where}"
-        scene.check(at.where)
+    for at in moments(scene, step):
+        raised = at.run(verb(scene)) is not None
+        assert raised == at.reached, f"the exception was lost {at.where}"
         if at.ended:
             assert scene.counts() == after, at.where
         elif name not in SEVERAL and not (name == "expire" and scene.now):
             assert scene.counts() in (before, after), at.where
-        del raised
-        scene.clear(at.where)
-        if not at.reached:
-            break
         if name == "cursor" and not at.ended:  # nobody got its number
             for cursor in set(range(SAVERS)) - {scene.cursor}:
                 scene.cache.close_dirty_cursor(cursor)
-    assert k > 10
+
+
+FEW = pytest.mark.parametrize("name", ["pin", "reserve", "publish", "expire", "close", "forget"])
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
-@pytest.mark.parametrize("name", ["pin", "reserve", "publish", "expire", "close", "forget"])
+@FEW
 def test_an_exception_at_any_call_leaves_nothing_that_is_not_listed(make: Make, name: str) -> None:
     scene = Scene(make)
-    for k in itertools.count(1):
-        scene.ready()
-        at = At(k, within=FOLDER)
+    for at in moments(scene, within=FOLDER):
         at.run(VERBS[name](scene))
-        scene.check(at.where)
-        scene.clear(at.where)
-        if not at.reached:
-            break
-    assert k > 5
 
 
 @instructions
 @STEPS
-@pytest.mark.parametrize("name", ["pin", "reserve", "publish", "expire", "close", "forget"])
+@FEW
 def test_two_exceptions_shortly_after_each_other_leave_nothing_behind(make: Make, name: str, step: int) -> None:
     """The second comes while what the first has left is being finished."""
-    scene, verb, k, reached = Scene(make), VERBS[name], 0, True
-    while reached:
-        k += step
-        scene.ready()
-        at = At(k, 1 + k % 23)
-        raised = at.run(verb(scene))
-        reached = at.reached
-        scene.check(at.where)
-        del raised
-        scene.clear(at.where)
-    assert k > 10
+    scene = Scene(make)
+    for at in moments(scene, step, lambda k: 1 + k % 23):
+        at.run(VERBS[name](scene))
 
 
 @contextmanager
@@ -250,16 +243,9 @@ def test_an_exception_in_a_destructor_inside_a_call_leaves_both_whole(
     make: Make, outer: str, inner: str, step: int
 ) -> None:
     scene = Scene(make)
-    for k in itertools.count(1, step):
-        scene.ready()
-        at = At(k)
+    for at in moments(scene, step):
         with in_the_change(scene.cache, partial(at.run, VERBS[inner](scene))), suppress(LeaseExpired):
             VERBS[outer](scene)()  # LeaseExpired: the same lease, twice
-        scene.check(at.where)
-        scene.clear(at.where)
-        if not at.reached:
-            break
-    assert k > 10
 
 
 def test_a_cache_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_close(
@@ -276,17 +262,9 @@ def test_a_cache_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_
         patched.setattr(hostcache, "touch", fail)
         cache.touch(keys("a"))
     for call in (
-        lambda: cache.pin(keys("a")),
-        lambda: cache.find(b"a"),
-        lambda: cache.lookup(keys("a")),
-        lambda: cache.reserve(keys("new")),
-        lambda: cache.publish(keys("mine")),
-        lambda: cache.abort(keys("mine")),
-        lambda: cache.open_dirty_cursor(pending=False),
-        lambda: cache.read_dirty(scene.cursor, keys("a")),
-        lambda: cache.clear(force=True),
-        lambda: cache.revoke("me"),
-        cache.events,
+        *calls(cache),
+        partial(cache.open_dirty_cursor, pending=False),
+        partial(cache.read_dirty, scene.cursor, keys("a")),
         scene.lease.close,
     ):
         with pytest.raises(PoolClosed, match="in doubt: .*ArithmeticError: half-way"):

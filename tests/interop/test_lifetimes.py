@@ -19,7 +19,6 @@ import pytest
 from kvpool import PoolClosed
 from kvpool.common.arrays import dlpack
 from kvpool.device.memory import Export
-from kvpool.device.sim import SimDevice
 from kvpool.errors import PoolBusy
 from tests.interop.arrays import DLPackOnly, open_pool
 
@@ -79,23 +78,6 @@ def test_leaving_the_with_statement_closes_and_complains() -> None:
         view = np.from_dlpack(cache.memory.export())
         raise ZeroDivisionError
     assert cache.closed and not view.any()
-
-
-@pytest.mark.parametrize("force", [1, None, "yes"])
-def test_force_is_true_or_false(force: Any) -> None:
-    with open_pool() as cache, pytest.raises(TypeError, match="force: .*"):
-        cache.close(force=force)
-
-
-def test_a_view_of_the_sim_device_counts_as_any_other() -> None:
-    device = SimDevice(0)
-    cache = open_pool(device=device)
-    view = np.asarray(cache.memory.export())
-    with pytest.raises(PoolBusy):
-        cache.close()
-    del view
-    cache.close()
-    device.close()
 
 
 @pytest.mark.parametrize("version", [None, (1, 0)])

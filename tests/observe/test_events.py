@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from random import Random
 from typing import Any
 
 import pytest
@@ -23,30 +22,6 @@ def rebuilt(events: Iterable[Event]) -> dict[str, set[bytes]]:
 
 def cached(engine: Engine) -> dict[str, set[bytes]]:
     return {tier: set(engine.cached(tier)) for tier in ("device", "host")}
-
-
-def busy(make: Make, seed: int, **options: Any) -> Engine:
-    """A pool whose content is spread over both tiers, in prompts that share beginnings and have lost some blocks."""
-    print(f"seed {seed}")
-    random, engine = Random(seed), make(**{"P": 12, "S": 16, "event_capacity": 4096} | options)
-    for _ in range(40):
-        prompt = [random.randrange(2) for _ in range(random.randrange(1, 6)) for _ in range(4)]
-        engine.seed(prompt + [9], committed=len(prompt), retention=[(0, 8, random.choice([35, 50]), None)])
-        if random.random() < 0.3:
-            engine.cache.content.offload(prompt)
-    return engine
-
-
-def test_numbers_go_on_after_a_snapshot(make: Make) -> None:
-    engine = make(P=8, event_capacity=4)
-    replay = EventReplay()
-    engine.seed(range(5), committed=4)
-    replay.feed(engine.cache.events(snapshot=True))
-    engine.seed(range(10, 19), committed=8)
-    replay.feed(engine.cache.events())
-    replay.feed(engine.cache.events(snapshot=True))
-    assert replay.cached == cached(engine)
-    assert engine.cache.stats().events_dropped == 0
 
 
 def test_every_prompt_and_every_call_begins_an_event_of_its_own(make: Make) -> None:
@@ -100,11 +75,6 @@ def test_a_copy_that_becomes_the_only_one_says_the_priority_that_it_takes(make: 
     assert updated == [("updated", "host", 80)]
 
 
-def test_an_empty_pool_has_a_snapshot(make: Make) -> None:
-    engine = make(event_capacity=4)
-    assert [event.kind for event in engine.cache.events(snapshot=True)] == ["created", "cleared"]
-
-
 def test_a_pool_without_events_has_no_snapshot(make: Make) -> None:
     engine = make()
     assert not engine.cache.events()
@@ -148,16 +118,6 @@ def test_names_of_what_is_gone_are_forgotten_and_others_kept(make: Make, monkeyp
     assert "kept" in {event.adapter_id for event in snapshot} and None not in {
         e.adapter_id for e in snapshot if e.kind == "stored"
     }
-
-
-def test_events_are_a_sequence(make: Make) -> None:
-    engine = busy(make, 0)
-    events = engine.cache.events()
-    assert len(events) == len(list(events)) == len(events[:])
-    assert events[-1].number == events[len(events) - 1].number
-    assert events.next == events[-1].next
-    with pytest.raises(IndexError, match="event"):
-        events[len(events)]
 
 
 # -- readers with cursors ------------------------------------------------------------------------------

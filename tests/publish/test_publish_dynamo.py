@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 
 from engine import Engine
-from grouped import cached, group_of, seed
-from kvpool import KVCacheManager
 from kvpool.integrations.kv_events import KVEventPublisher
 
 SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
@@ -112,30 +110,3 @@ def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], ind
         await_tokens(port, range(80), (80, 80), lora_name="lora", cache_salt="tenant")
         engine.cache.clear()
         await_tokens(port, range(80), (0, 0), lora_name="lora", cache_salt="tenant")
-
-
-@pytest.mark.parametrize("mix", ["window full recurrent", "full window"])
-def test_dynamo_goes_by_full_attention_whatever_other_groups_give_back(mix: str, index: Callable[..., int]) -> None:
-    words = mix.split()
-    sizes = [60 if word == "full" else 20 for word in words]
-    groups = [group_of(word) for word in words]
-    with (
-        KVCacheManager(groups=groups, device_blocks=sizes, event_capacity=1024, device="cpu") as cache,
-        KVEventPublisher(cache) as publisher,
-    ):
-        port, prompt = index(publisher, 4), range(5000, 5040)
-
-        def again() -> None:
-            cache.clear()
-            seed(cache, [*prompt, 9])
-
-        subscribed(port, prompt, again)
-        for start in range(0, 600, 100):
-            seed(cache, range(start, start + 13))
-        await_tokens(port, range(500, 512), (12, 12))
-        keys = {key.tobytes() for key in cache.block_keys(list(prompt)).keys}
-        left = {word: len(keys & cached(cache)[g, "device"]) for g, word in enumerate(words)}
-        assert left["full"] == 10 > left["window"]
-        await_tokens(port, prompt, (40, 40))
-        cache.clear()
-        await_tokens(port, prompt, (0, 0))

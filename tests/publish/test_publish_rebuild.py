@@ -12,67 +12,12 @@ import pytest
 from router import Router, Site, cached
 
 from engine import Engine
-from kvpool import BlockLayout
-from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
+from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.integrations.kv_events.replay_server import History, Place
-from kvpool.tools.replay import Replay, ReplayConfig, synthetic
-from kvpool.tools.replay.traces import Trace
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
 Route = Callable[..., Router]
-
-
-def follow_trace(
-    trace: Trace, route: Route, *, misses: float = 0.0, every: int = 10, events: int = 1 << 14, **sizes: int
-) -> KVEventPublisher:
-    """Replay a trace with one router from the start and one that joins half-way; both are compared with the pool now
-    and then."""
-    width = sizes.pop("tokens", 16)
-    layout = BlockLayout.of_block_bytes(4 * width, width)
-    random, routers, done, checks = Random(1), list[Router](), 0, 0
-    publishers: list[KVEventPublisher] = []
-
-    def compare(count: int) -> None:
-        nonlocal done, checks
-        done += count
-        if done == len(trace.requests) // 2:
-            routers.append(route(publishers[0]))
-        if done % every == 0 or done == len(trace.requests):
-            for router in routers:
-                router.follow()
-                assert router.known == cached(replay.cache)
-            checks += 1
-
-    with Replay(
-        trace, ReplayConfig(layout, active=8, events=events, device="cpu", **sizes), progress=compare
-    ) as replay:
-        with KVEventPublisher(
-            replay.cache, interval_seconds=0.001, limits=PublisherLimits(replay_messages=3)
-        ) as publisher:
-            publishers.append(publisher)
-            routers.append(route(publisher, lambda number: random.random() < misses))
-            replay.run()
-            for router in routers:
-                router.follow()
-                assert router.known == cached(replay.cache)
-            assert len(routers) == 2 and checks > 3
-            assert all(cached(replay.cache).values()), "both tiers have something"
-            assert not misses or routers[0].gaps
-    return publisher
-
-
-@pytest.mark.parametrize("misses", [0.0, 0.3])
-def test_a_generated_trace_is_rebuilt_on_both_tiers(route: Route, misses: float) -> None:
-    publisher = follow_trace(synthetic(80), route, misses=misses, device_blocks=500, host_blocks=400)
-    stats = publisher.stats()
-    assert stats.resyncs == 1 and stats.lost_blocks == 0 and stats.removed_blocks > 500
-    assert stats.snapshots, "who joined late was given a snapshot"
-
-
-def test_a_trace_is_rebuilt_though_the_pool_drops_events(route: Route) -> None:
-    publisher = follow_trace(synthetic(60), route, events=8, device_blocks=700, host_blocks=500)
-    assert publisher.stats().lost_blocks and publisher.stats().resyncs > 5
 
 
 def busy(engine: Engine, count: int, seed: int = 0) -> None:
@@ -264,14 +209,6 @@ def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(
     assert publisher.stats().resyncs == 3
 
 
-def test_a_pool_that_is_full_already_is_published_at_the_start(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(P=10, S=8, event_capacity=8)
-    busy(engine, 20)
-    router = route(publish(engine))
-    router.follow()
-    assert router.known == cached(engine.cache) and all(router.known.values())
-
-
 def test_every_key_published_for_the_host_can_be_fetched(site: Site) -> None:
     engine, _, route = site(P=10, S=8, events=512, block_hashes="bytes")
     router = route()
@@ -350,10 +287,3 @@ def test_a_reader_in_the_middle_of_a_snapshot_that_has_gone_gets_another_from_it
             messages.append(message)
             place.next += 1
         assert messages == [(history.next - 2, b"x"), (history.next - 1, b"y")] and messages[0][0] >= 4
-
-
-def test_a_history_keeps_to_its_bytes() -> None:
-    history = History(100, 10)
-    for n in range(20):
-        history.add(b"1234")
-        assert history.next - history.first == min(n + 1, 2)

@@ -259,12 +259,6 @@ def test_who_is_sent_a_replay_keeps_its_place(site: Site, monkeypatch: pytest.Mo
         connection.close()
 
 
-@pytest.mark.parametrize("place", ["tcp://127.0.0.1:port", "tcp://127.0.0.1:65536", "tcp://127.0.0.1", "ipc:///no/x"])
-def test_a_replay_socket_that_cannot_be_is_an_error(make: Make, place: str) -> None:
-    with pytest.raises((zmq.ZMQError, ValueError)):
-        KVEventPublisher(make(event_capacity=64).cache, replay_endpoint=place)
-
-
 def test_a_file_that_is_in_the_way_is_not_removed(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "mine"
     path.write_text("content")

@@ -214,6 +214,8 @@ WRONG = [
     option("add_sequence", "decode_priority", [None, *NUMBER], [-1, 101, *HUGE]),
     option("add_sequence", "decode_ttl_ms", NUMBER, [0, -1, 2**31, *HUGE]),
     option("add_sequence", "encoder_tokens", (), [3]),
+    option("reserve", "retention", [5, "x", [5]], [[(0, 4, 101, None)]]),
+    option("reserve", "deadline_seconds", [True, "10", [10]], [0, -1, 1 << 31, float("nan")]),
     Wrong(
         "retention",
         [lambda at, value: at.cache.add_sequence_batch([[1]], retention=value)],
@@ -275,6 +277,7 @@ WRONG = [
         [
             lambda at, owner: at.cache.pin(at.lease.keys, owner=owner),
             lambda at, owner: at.cache.pin_blocks(0, owner=owner),
+            lambda at, owner: at.cache.imports.reserve([1], owner=owner),
             lambda at, owner: at.cache.revoke(owner),
         ],
         [None, 5, b"reader"],

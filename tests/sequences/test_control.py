@@ -246,19 +246,15 @@ def test_a_request_that_publishes_nothing_leaves_no_tail_either(make: Make) -> N
 
 def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
     engine = open_({}, {"window": 6}, {"kind": "recurrent"})
-    prompt = list(range(25))
+    prompt, missing_blocks = list(range(25)), engine.cache.content.missing_blocks
     engine.seed(prompt[:9])
     there = np.ones((3, 6), np.bool_)
-    tokens, blocks = engine.cache.content.missing_blocks(prompt, there)
-    assert tokens == 24 and [group_blocks.tolist() for group_blocks in blocks] == [[2, 3, 4, 5], [4, 5], [5]]
-    there[2, 5] = False
-    tokens, blocks = engine.cache.content.missing_blocks(prompt, there)
-    assert tokens == 20 and [group_blocks.tolist() for group_blocks in blocks] == [[2, 3, 4], [3, 4], [4]]
-    assert engine.cache.content.missing_blocks(prompt, ~np.ones((3, 6), np.bool_)).tokens == 8
-    assert all(
-        len(group_blocks) == 0
-        for group_blocks in engine.cache.content.missing_blocks(prompt, np.zeros((3, 6), np.bool_)).blocks
-    )
+    for tokens, missing in ((24, [[2, 3, 4, 5], [4, 5], [5]]), (20, [[2, 3, 4], [3, 4], [4]])):
+        found = missing_blocks(prompt, there)
+        assert found.tokens == tokens and [blocks.tolist() for blocks in found.blocks] == missing
+        there[2, 5] = False
+    nothing = missing_blocks(prompt, np.zeros((3, 6), np.bool_))
+    assert nothing.tokens == 8 and not any(len(blocks) for blocks in nothing.blocks)
     for wrong in (there[:2], there.astype(np.int8), [[True]], "x"):
         with pytest.raises((TypeError, ValueError), match="available"):
-            engine.cache.content.missing_blocks(prompt, wrong)
+            missing_blocks(prompt, wrong)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine import Engine, Request
-from failing import Rig, on_host_only
+from failing import Rig
 from kvpool import OutOfBlocks
 from kvpool.errors import DeviceError
 from tests import debug
@@ -138,26 +138,6 @@ def test_a_copy_that_fails_fails_its_writer_alone() -> None:
     rig.check_failed()
     rig.release(a)
     assert rig.free() == 8
-    rig.cache.close()
-
-
-def test_a_lost_block_fails_all_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(8, 8)
-    on_host_only(rig, 0, 8)
-    rig.device.arm(lambda place: True)
-    with monkeypatch.context() as patched:
-        # The fork is decided before the failed copy is made.
-        drain = rig.cache.core.transfer.drain
-        patched.setattr(rig.cache.core.transfer, "drain", lambda: None)
-        parent = rig.cache.add_sequence(rig.prompt(range(9)))
-        patched.setattr(rig.cache.core.transfer, "drain", drain)
-        ids = [parent, *rig.cache.fork(parent, 2).tolist()]
-    rig.device.arm()
-    for i in ids:
-        with pytest.raises(DeviceError):
-            rig.cache.sequence_length(i)
-    rig.cache.release(ids)
-    rig.check_everything()
     rig.cache.close()
 
 

@@ -71,10 +71,6 @@ def test_a_reservation_declares_what_another_process_writes_until_it_is_committe
     assert lab.add([*X[:2], 7, 8, 9, 10]).cached == 5, "the engine compares every byte of it"
 
 
-def nothing(lab: Lab, reservation: Reservation) -> None:
-    """The reservation goes on."""
-
-
 def commit(lab: Lab, reservation: Reservation) -> None:
     reservation.commit()
 

@@ -1,6 +1,7 @@
-"""The proof that DiskStore survives crashes: a recorded log of system calls, replayed into thousands of crash states.
+"""The proof that DiskStore survives crashes: a recorded log of system calls, replayed into thousands of crash states,
+and processes that are killed.
 
 ``recorder.c`` records what a program (``workload``) does to a folder. ``log`` reads that. ``model`` says which states a
 crash may leave, and builds them. ``promises`` says which blocks must be there. ``check`` opens a state and looks.
-``python -m tests.stores.crash --help`` runs all of it.
+``kills`` does it with real processes. ``python -m tests.stores.crash --help`` runs all of it.
 """
