@@ -14,6 +14,7 @@ from kvpool.__main__ import main
 from kvpool.common.arrays import Int64s
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.regions import ALL_LAYERS, Layers
+from kvpool.tools.planner import replayed
 from kvpool.tools.planner.policies import LRU, MIN
 from kvpool.tools.planner.replayed import BlocksFound, DecidingDevice, compare_replayed
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Trace, read_trace, synthetic

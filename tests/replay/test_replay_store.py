@@ -20,7 +20,7 @@ from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace, V
 from kvpool.tools.replay import engine as replay_engine
 from kvpool.tools.replay.content import KVBytes, token_states
 from kvpool.tools.replay.verifier import Verifier
-from tests.stores.lab import Gate, Wrong
+from tests.stores.lab import Gate, Wrong, fail
 
 LAYOUT = BlockLayout.of_block_bytes(4096, 16)
 TINY: dict[str, Any] = {"device_blocks": 400, "host_blocks": 32, "active": 4, "device": "cpu", "store_wait": 60.0}
