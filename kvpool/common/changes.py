@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import starmap
 from operator import length_hint, methodcaller
 from threading import get_ident
 from types import CodeType, FrameType, TracebackType
@@ -109,12 +110,12 @@ class Changes:
         if self._open:
             self._settle()
 
-    def call(self, step: Step) -> Any:
-        """``run`` for one step without ``finish``: once the step has its result, nothing is left to do."""
-        left = iter((step,))
-        results: list[Any] = []  # ``list[Any]()`` would take longer than the step often does
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``run`` for a call of one function without ``finish``: once it has its result, nothing is left to do."""
+        left = iter((args,))
+        results: list[Any] = []  # ``list[Any]()`` would take longer than the function often does
         try:
-            results.extend(map(_CALL, left))
+            results.extend(starmap(function, left))
         except BaseException as error:
             if not results and not length_hint(left) and not left_compiler(error):
                 self._note_torn(error)

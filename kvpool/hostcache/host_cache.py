@@ -894,8 +894,10 @@ class HostCache(Closing):
     def _decide(self, verb: Callable[..., Any], *args: Any, finish: Callable[[Any], object] | None = None) -> Any:
         """Change the state by a jitted verb, and note its result by ``finish``: see ``Changes``. The caller holds the
         lock."""
-        call = partial(verb, self._groups, *args)
-        result = self._changes.call(call) if finish is None else self._changes.run(call, finish=finish)
+        if finish is None:
+            result = self._changes.call(verb, self._groups, *args)
+        else:
+            result = self._changes.run(partial(verb, self._groups, *args), finish=finish)
         if self._changes.torn is not None:
             self._check_open()
         return result

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import methodcaller
+from operator import call
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -124,14 +124,14 @@ class Core:
         copy that the device refuses raises nothing here: see ``pool.transfer``.
         """
         run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
-        make = self.changes.call if finish is None else partial(self.changes.run, finish=finish)
+        make = self.changes.call if finish is None else partial(self._noted, finish)
         asked = stream is None or (stream is NULL_STREAM and self.transfer.order is None)
         return self._decide(stream if asked else self.as_stream(stream), verb, run, args, ids, first, make)
 
-    def use(self, stream: Stream | None, call: Callable[..., Any], *args: Any, ids: Int64s = NO_IDS) -> Any:
+    def use(self, stream: Stream | None, function: Callable[..., Any], *args: Any, ids: Int64s = NO_IDS) -> Any:
         """``decide`` for a function in Python that reads the state, and notes at most which stream uses ``ids``. What
         an exception leaves of that harms nothing. ``stream`` is the result of ``as_stream``."""
-        return self._decide(stream, call, call, args, ids, None, _call)
+        return self._decide(stream, function, function, args, ids, None, call)
 
     def _decide(
         self,
@@ -141,7 +141,7 @@ class Core:
         args: tuple[Any, ...],
         ids: Int64s | None,
         first: Callable[[], tuple[Any, ...] | None] | None,
-        make: Callable[[Callable[[], Any]], Any],
+        make: Callable[..., Any],
     ) -> Any:
         inside, groups, transfer, order = self._owned(), self.states.groups, self.transfer, self.transfer.order
         with self.lock, self.changes:
@@ -152,8 +152,10 @@ class Core:
             transfer.collect()
             if first is not None:
                 args = first() or args
-            call = partial(run, groups, *args)
-            result = make(call) if order is None else transfer.decide(on, ids, make, call)
+            if order is None:
+                result = make(run, groups, *args)
+            else:
+                result = transfer.decide(on, ids, make, run, groups, *args)
             if result is not None and result < 0:
                 raise self._refusal(result, verb, *args)
             if self.changes.torn is not None:
@@ -167,6 +169,9 @@ class Core:
         if self.changes.torn is not None:
             self.check_open()
         return result
+
+    def _noted(self, finish: Callable[[Any], object], run: Callable[..., Any], *args: Any) -> Any:
+        return self.changes.run(partial(run, *args), finish=finish)
 
     def _refusal(self, code: int, verb: Callable[..., Any], ids: Int64s, *args: Any) -> Exception:
         """What to raise for a refused decision. The state lock is held. No wait helps a growth that never fits."""
@@ -327,9 +332,6 @@ def host_states(host_blocks: int, secret: bytes, event_capacity: int, policy: st
         raise InsufficientMemory("state: the host", needed, available)
     settings = Settings(KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy)
     return States(groups, settings)
-
-
-_call = methodcaller("__call__")
 
 
 def refusal(

@@ -329,10 +329,10 @@ class Transfer:
         self,
         stream: Stream | None,
         ids: Int64s | None,
-        make: Callable[[Callable[[], Any]], Any],
-        call: Callable[[], Any],
+        make: Callable[..., Any],
+        *call: Any,
     ) -> Any:
-        """``make`` a call of a verb on a device that is not synchronous. ``stream`` is the one that the call names, if
+        """``make`` a call of a verb, which is its function and arguments, on a device that is not synchronous. ``stream`` is the one that the call names, if
         any.
 
         ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
@@ -346,7 +346,7 @@ class Transfer:
             slot = records.NONE if stream is None else self.slot(stream)
             for place in named:
                 place[0] = slot
-            return make(call)
+            return make(*call)
         finally:
             for place in named:
                 place[0] = before
