@@ -85,8 +85,8 @@ class Core:
     """The state of one pool, and the only way to change it. Thread-safe.
 
     ``lock`` is the state lock. It guards ``states`` and ``names``, the namespaces that events name. Whoever holds it
-    enters ``changes`` too. ``tables`` are the rows of each group, read-only. ``tokens`` is the state of a group that
-    has the tokens of sequences.
+    enters ``changes`` too, unless to read one count. ``tables`` are the rows of each group, read-only. ``tokens`` is
+    the state of a group that has the tokens of sequences.
     """
 
     def __init__(self, config: PoolConfig, device: Device, states: States) -> None:
