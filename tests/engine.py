@@ -4,7 +4,7 @@ reused."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -321,6 +321,9 @@ def open_engine(T: int, P: int, S: int, *, layout: dict[str, Any] | None = None,
     engine = Engine(cache)
     engine.clock = clock
     return engine
+
+
+Make = Callable[..., Engine]
 
 
 @dataclass

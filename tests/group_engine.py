@@ -4,7 +4,7 @@ in any."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,6 +225,9 @@ class GroupsEngine(Engine):
         for side in self.sides:
             if side.kind == "recurrent":
                 self.fill(side, self.table(sequence, side.index), self.digests(side, sequence), max(start, 0))
+
+
+Open = Callable[..., GroupsEngine]
 
 
 def open_groups(groups: Sequence[dict[str, Any]], *, tokens_per_block: int = 4, **options: Any) -> GroupsEngine:

@@ -185,6 +185,9 @@ class GroupEngine:
         return failures + self.wrong
 
 
+Make = Callable[..., GroupEngine]
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., GroupEngine]]:
     """Engines on pools of several groups; nothing may be wrong, or pinned, at their end."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups_lab import CROSS, FULL, NARROW, RECURRENT, GroupEngine, T, pins
+from groups_lab import CROSS, FULL, NARROW, RECURRENT, GroupEngine, Make, T, pins
 from groups_lab import make as make
 from kvpool import OutOfBlocks
 from kvpool.device.cpu import CpuDevice
@@ -18,7 +18,6 @@ from kvpool.pool.reservations import Share
 from tests.device.faults import FaultyDevice
 
 A = list(range(100, 140))
-Make = Callable[..., GroupEngine]
 
 
 # -- reservations ------------------------------------------------------------------------------------------------------
@@ -116,42 +115,42 @@ def test_several_groups_are_named(make: Make) -> None:
 # -- a store beside the engine -----------------------------------------------------------------------------------------
 
 
+def served(engine: GroupEngine, filled: int | None) -> Any:
+    """What two sequences leave, of which a store has filled the first up to a token (None: without a store)."""
+    engine.seed(A[:6])
+    prompts, at = [A[:21], A[30:34]], [6, 0]
+    ids = engine.cache.add_sequence_batch(prompts, stream=engine.a).ids
+    if filled is not None:
+        first, other = engine.cache.imports.load_targets(ids, stream=engine.b)
+        assert [(part.skip_prefix_n_tokens, part.tokens) for part in (first, other)] == [(6, 21), (0, 4)]
+        for g in (0, 1):
+            assert first.blocks_of(g).tolist() == engine.cache.block_table(ids[:1], group=g).dense()[0, :6].tolist()
+            assert (first.slot_mapping_of(g) >= 0).tolist() == [False] * 6 + [True] * 15
+        engine.load(first, A, engine.b)
+        at = [max(6, filled), 0]
+        engine.cache.commit(ids, at, stream=engine.b)
+    for g in (0, 1):
+        engine.cache.block_table(ids, engine.a, group=g)
+        for sequence, tokens, start in zip(ids.tolist(), prompts, at, strict=True):
+            engine.put(g, engine.slots(g, sequence, start, len(tokens)), tokens)
+    engine.live.update(zip(ids.tolist(), map(list, prompts), strict=True))
+    for sequence, tokens in zip(ids.tolist(), (A[21:24], A[34:39]), strict=True):
+        engine.append(sequence, tokens)
+    engine.cache.commit(ids)
+    tables = [engine.cache.block_table(ids, group=g).dense().tolist() for g in (0, 1)]
+    engine.release(*ids.tolist())
+    left = tables, engine.cached(), engine.free()
+    engine.release(engine.add(A[:25], cached=24))
+    return left
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("filled", [0, 6, 7, 12, 21])
 def test_sequences_go_on_the_same_in_every_group_whether_or_not_a_store_took_part(
     make: Make, device: str, filled: int
 ) -> None:
-    seen = []
-    for store in (False, True):
-        engine = make([14, 14], device=device)
-        engine.seed(A[:6])
-        prompts = [A[:21], A[30:34]]
-        ids = engine.cache.add_sequence_batch(prompts, stream=engine.a).ids
-        at = [6, 0]
-        if store:
-            parts = engine.cache.imports.load_targets(ids, stream=engine.b)
-            assert [(part.skip_prefix_n_tokens, part.tokens) for part in parts] == [(6, 21), (0, 4)]
-            for g in (0, 1):
-                assert (
-                    parts[0].blocks_of(g).tolist() == engine.cache.block_table(ids[:1], group=g).dense()[0, :6].tolist()
-                )
-                assert (parts[0].slot_mapping_of(g) >= 0).tolist() == [False] * 6 + [True] * 15
-            engine.load(parts[0], A, engine.b)
-            at = [max(6, filled), 0]
-            engine.cache.commit(ids, at, stream=engine.b)
-        for g in (0, 1):
-            engine.cache.block_table(ids, engine.a, group=g)
-            for sequence, tokens, start in zip(ids.tolist(), prompts, at, strict=True):
-                engine.put(g, engine.slots(g, sequence, start, len(tokens)), tokens)
-        engine.live.update(zip(ids.tolist(), map(list, prompts), strict=True))
-        for sequence, tokens in zip(ids.tolist(), (A[21:24], A[34:39]), strict=True):
-            engine.append(sequence, tokens)
-        engine.cache.commit(ids)
-        tables = [engine.cache.block_table(ids, group=g).dense().tolist() for g in (0, 1)]
-        engine.release(*ids.tolist())
-        seen.append((tables, engine.cached(), engine.free()))
-        engine.release(engine.add(A[:25], cached=24))
-    assert seen[0] == seen[1]
+    plain, stored = (served(make([14, 14], device=device), at) for at in (None, filled))
+    assert plain == stored
 
 
 def test_cross_attention_has_slots_for_the_encoder_that_are_never_left_out(make: Make) -> None:

@@ -3,7 +3,6 @@ happens between."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups_lab import GroupEngine, T, pins
+from groups_lab import GroupEngine, Make, T, pins
 from groups_lab import make as make
 from kvpool import Lease, PoolClosed
 from kvpool.device.cpu import CpuDevice
@@ -21,15 +20,10 @@ from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab
 
 A = list(range(100, 140))
-Make = Callable[..., GroupEngine]
 
 
 def keys_of(engine: GroupEngine, tokens: list[int]) -> Any:
     return engine.cache.block_keys(tokens).keys
-
-
-def memory(address: int, nbytes: int) -> np.ndarray:
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(address)), np.uint8)
 
 
 # -- what a lease says
@@ -43,27 +37,19 @@ def test_a_lease_has_the_blocks_of_all_groups_where_their_bytes_are(make: Make, 
     engine.cache.content.offload(engine.cache.block_keys(A[:16]))
     with engine.cache.pin(keys_of(engine, A[:16]), tier=tier) as lease:
         assert lease.groups.tolist() == [0] * 4 + [1] * 4
-        second, none = lease.addresses_of(1), lease.groups == 1
-        assert (
-            (lease.addresses_of(0) == lease.addresses).all()
-            and (second[none] == 0).all()
-            and (second[~none] != 0).all()
-        )
+        assert (lease.addresses_of(0) == lease.addresses).all()
+        assert (lease.addresses_of(1) != 0).tolist() == [True] * 4 + [False] * 4
         for place, (g, b) in enumerate(zip(lease.groups.tolist(), lease.blocks.tolist(), strict=True)):
             group = engine.cache.groups[g]
             index = b - (group.first_device_block if tier == "device" else group.first_host_block - group.device_blocks)
             assert (0 <= index < group.device_blocks) == (tier == "device")
-            for part, layout in enumerate(group.layouts):
+            for part in range(len(group.layouts)):
                 block = engine.block(g, part, index)
                 assert lease.addresses_of(part)[place] == block.ctypes.data
                 for slot, token_bytes in enumerate(engine.bytes_of(g, part, A[:16])[place % 4 * T : place % 4 * T + T]):
                     np.testing.assert_array_equal(block[:, :, slot], token_bytes)
-                if tier == "host":
-                    raw = memory(lease.addresses_of(part)[place], layout.block_bytes)
-                    pool = engine.cache.memory.host_pools[g][part][index - group.device_blocks]
-                    np.testing.assert_array_equal(raw, pool.reshape(-1).view(np.uint8))
-        for wrong, error in ((2, ValueError), (-1, ValueError), ("x", TypeError)):
-            with pytest.raises(error, match=f"part: .*{wrong!r}"):
+        for wrong in (2, -1, "x"):
+            with pytest.raises((TypeError, ValueError), match=f"part: .*{wrong!r}"):
                 lease.addresses_of(wrong)  # type: ignore[arg-type]
     engine.cache.close()
     with pytest.raises(PoolClosed):

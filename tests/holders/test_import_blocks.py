@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine
+from engine import Engine, Make
 from kvpool import BlockKeys, PoolClosed
 from kvpool.errors import DeviceError
 from tests import debug
 
-Make = Callable[..., Engine]
 SECRET = bytes(range(32))
 
 

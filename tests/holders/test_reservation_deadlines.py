@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine import Engine
+from engine import Engine, Make
 from kvpool import KVCacheManager, OutOfBlocks
 from kvpool.errors import PoolBusy, ReservationExpired
 from kvpool.pool import Reservation
 from loading import load, picture
-
-Make = Callable[..., Engine]
 
 
 def late(cache: KVCacheManager) -> tuple[int, int, int]:

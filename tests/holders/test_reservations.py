@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import Engine
+from engine import Make
 from kvpool import BlockLayout, KVCacheManager, KVPoolError, OutOfBlocks, PagedKV, scatter_kv
 from kvpool.device.base import DeviceEvent
 from kvpool.device.cpu import CpuDevice
@@ -18,7 +17,6 @@ from kvpool.pool import Reservation
 from loading import kv, load, picture
 from tests.sequences.test_arguments import ID_CALLS
 
-Make = Callable[..., Engine]
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"order": "block_first"},

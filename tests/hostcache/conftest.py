@@ -13,6 +13,10 @@ from kvpool import HostCache, ModelIdentity
 IDENTITY = ModelIdentity("toy", "r1", "uint8", "2 layers, 1 head of 8, 4 tokens", "tests 1")
 
 
+Make = Callable[..., HostCache]
+ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., HostCache]]:
     """Opens caches; what they say of themselves must hold in the end."""

@@ -11,9 +11,7 @@ import pytest
 
 from kvpool import BlockLayout, HostCache, HostTier, ModelIdentity
 from kvpool.errors import BlockNotFound
-from tests.hostcache.conftest import keys, store
-
-Make = Callable[..., HostCache]
+from tests.hostcache.conftest import Make, keys, store
 
 BAD_KEYS: list[tuple[Any, type[Exception], str]] = [
     (b"ab", TypeError, "keys: expected several keys, such as a list of bytes, got b'ab'"),

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from engine import Clock
-from kvpool import HostCache, OutOfBlocks
+from kvpool import OutOfBlocks
 from kvpool.errors import PoolBusy, ReservationExpired
-from tests.hostcache.conftest import keys, look, store
-
-ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-Make = Callable[..., HostCache]
+from tests.hostcache.conftest import ABSENT, HERE, PENDING, Make, keys, look, store
 
 
 def test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends(make: Make) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from kvpool import HostCache
-from tests.hostcache.conftest import keys, store
+from tests.hostcache.conftest import Make, keys, store
 
 prometheus = pytest.importorskip("prometheus_client")
 
 
-def test_a_scrape_has_the_figures_of_a_host_cache(make: Callable[..., HostCache]) -> None:
+def test_a_scrape_has_the_figures_of_a_host_cache(make: Make) -> None:
     from kvpool.integrations.metrics import PoolMetrics
 
     now = [0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from random import Random
@@ -18,10 +17,7 @@ from kvpool.hostcache import HostSlots
 from kvpool.pool import Missed
 from kvpool.state.hashing import block_key
 from tests import debug
-from tests.hostcache.conftest import IDENTITY, calls, keys, look, store
-
-ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-Make = Callable[..., HostCache]
+from tests.hostcache.conftest import ABSENT, HERE, IDENTITY, Make, calls, keys, look, store
 
 
 def test_why_a_key_is_not_here_is_known_of_as_many_as_are_to_be_remembered() -> None:
@@ -225,7 +221,7 @@ def test_a_closed_cache_refuses_all_but_stats_and_close(make: Make) -> None:
 FEW_NAMES = [f"key {i}".encode() for i in range(40)]
 
 
-def test_a_block_is_written_by_one_and_read_with_its_content(make: Callable[..., HostCache]) -> None:
+def test_a_block_is_written_by_one_and_read_with_its_content(make: Make) -> None:
     """Six threads reserve, write, publish, pin and read; a byte of another key, or one that changes, is a failure."""
     cache = make(16, 64)
     tier = HostTier(16, 64, identity=IDENTITY)
@@ -268,7 +264,7 @@ def test_a_block_is_written_by_one_and_read_with_its_content(make: Callable[...,
     assert cache.stats().used == 0 and seen[0] and seen[1]
 
 
-def test_nobody_reserves_a_key_before_its_old_order_is_forgotten(make: Callable[..., HostCache]) -> None:
+def test_nobody_reserves_a_key_before_its_old_order_is_forgotten(make: Make) -> None:
     """Else the order of the new reservation would be lost, and the beginning of a prompt evicted before its end."""
     cache, seen = make(4, 64), list[bool]()
 

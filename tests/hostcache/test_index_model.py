@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,9 @@ from kvpool import HostCache, OutOfBlocks
 from kvpool.errors import BlockNotFound, ReservationExpired
 from kvpool.hostcache import HostLease
 from kvpool.state.arrays import POLICIES
+from tests.hostcache.conftest import Make
 from tests.hostcache.model import Entry, Model
 from tests.seeds import some_of
-
-ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-Make = Callable[..., HostCache]
-
 
 VERBS = ["reserve", "publish", "abort", "pin", "unpin", "touch", "forget", "clear", "wait"]
 OFTEN = [6, 8, 1, 2, 5, 3, 0.3, 0.05, 1]

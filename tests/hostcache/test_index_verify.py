@@ -15,11 +15,7 @@ from kvpool.errors import IntegrityError
 from kvpool.state.records import LINKED, PUBLISHED
 from kvpool.state.records import PENDING as STILL_PENDING
 from kvpool.state.verify import findings
-from tests.hostcache.conftest import keys, store
-
-ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-Make = Callable[..., HostCache]
-
+from tests.hostcache.conftest import Make, keys, store
 
 PENDING_BLOCK, CACHED, PINNED = 0, 1, 2
 
@@ -57,7 +53,7 @@ def other_key(blocks: np.ndarray, words: np.ndarray) -> None:
         (other_key, "key"),
     ],
 )
-def test_what_is_wrong_is_found(make: Callable[..., HostCache], corrupt: Any, check: str) -> None:
+def test_what_is_wrong_is_found(make: Make, corrupt: Any, check: str) -> None:
     cache = make(4, secret=bytes(16))  # with some secrets, another key is in the same bucket of the index
     assert cache.reserve(keys("pending")).blocks.tolist() == [PENDING_BLOCK]
     store(cache, "cached"), store(cache, "pinned")

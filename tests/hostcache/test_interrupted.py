@@ -23,14 +23,13 @@ from kvpool.state import hostcache
 from kvpool.state.saving import SAVERS
 from tests.desk import Ends
 from tests.exact import At
-from tests.hostcache.conftest import calls, keys, store
+from tests.hostcache.conftest import Make, calls, keys, store
 from tests.seeds import some_of
 
 FOLDER = str(Path(kvpool.__file__).parent / "hostcache")
 instructions = pytest.mark.skipif(
     bool(config.DISABLE_JIT) or sys.version_info[:2] != (3, 11), reason="other instructions look for signals there"
 )
-Make = Callable[..., HostCache]
 STEPS = pytest.mark.parametrize("step", some_of(1, [5, 1]))
 """Before every fifth instruction; with ``--exhaustive`` before each."""
 

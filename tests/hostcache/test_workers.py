@@ -7,25 +7,23 @@ import mmap
 import os
 import pickle
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool import HostCache, HostTier, PagedKV, PoolClosed
+from kvpool import HostTier, PagedKV, PoolClosed
 from kvpool.device.memory import attachments
 from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier
 from kvpool.errors import ForkedProcess
 from kvpool.hostcache import HostCopies, HostTierDescription
 from kvpool.hostcache.tier import layout_of
 from tests.hostcache import processes
-from tests.hostcache.conftest import IDENTITY, keys
+from tests.hostcache.conftest import IDENTITY, Make, keys
 from tests.share.spawned import Spawn
 from tests.share.spawned import spawn as spawn
 from tests.share.test_share import in_a_fork
 
-Make = Callable[..., HostCache]
 SHARE = 64
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, MemoryOptions, PagedKV, gather_kv
+from kvpool import BlockLayout, PagedKV, gather_kv
 from kvpool.common.arrays.strided import as_strided
 from kvpool.device.memory import StridedArray
 from kvpool.device.sim import SimDevice
 from kvpool.errors import PoolBusy
-from tests.interop.arrays import FOREIGN, LAYOUT, DLPackOnly, GpuOnly, OldDLPack, aligned, open_pool
+from tests.interop.arrays import FOREIGN, LAYOUT, DLPackOnly, GpuOnly, OldDLPack, open_pool
 from tests.waiting import until
 
 Wrap = Callable[[np.ndarray], Any]
@@ -129,17 +129,12 @@ def test_addresses_without_a_package_are_arrays_too() -> None:
 
 
 # ----------------------------------------
-# JAX on the CPU, and PyTorch where it is installed, share the pool's memory both ways.
+# JAX on the CPU shares the pool's memory.
 
 
 @pytest.fixture
 def jax() -> Any:
     return pytest.importorskip("jax", reason="JAX is not installed; it comes with the extra 'test'")
-
-
-@pytest.fixture
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is not installed; no extra brings it")
 
 
 @pytest.mark.parametrize(
@@ -172,20 +167,6 @@ def test_jax_reads_the_pool_in_place_under_its_own_name_of_the_type(jax: Any, ti
     until(closed, "end of the threads with which JAX reads the pool")
 
 
-def jax_before_0_12(jax: Any) -> bool:
-    return bool(jax.__version_info__ < (0, 12))
-
-
-def test_jax_says_what_it_cannot_take_in_place(jax: Any) -> None:
-    with open_pool() as cache:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="striding"):
-            jax.dlpack.from_dlpack(cache.memory.export()[:, :, 1:2])
-        # Newer versions take memory that is read-only, since an array of JAX is.
-        with pytest.raises(BufferError, match="read-only") if jax_before_0_12(jax) else nullcontext():
-            jax.dlpack.from_dlpack(cache.memory.export(writable=False))
-        gc.collect()
-
-
 def test_arrays_of_jax_are_arguments(jax: Any) -> None:
     with open_pool(device_blocks=12) as cache:
         tokens = jax.numpy.arange(17)
@@ -199,40 +180,3 @@ def test_arrays_of_jax_are_arguments(jax: Any) -> None:
         gather_kv(PagedKV.of(layers, "vllm_flash_attention"), jax.numpy.asarray([9, 8]), out)
         for i, layer in enumerate(layers):
             assert (out[:, i] == np.asarray(layer).view(np.uint16).ravel()[0]).all()
-
-
-def test_an_array_of_jax_is_the_memory_of_a_tier_unless_it_says_that_it_is_read_only(jax: Any) -> None:
-    nbytes = 6 * LAYOUT.block_bytes
-    owned = jax.dlpack.from_dlpack(aligned(nbytes))
-    if not jax_before_0_12(jax):
-        with pytest.raises(ValueError, match="device_memory: expected memory that can be written"):
-            open_pool(memory=MemoryOptions(device_memory=owned))
-        return
-    with open_pool(memory=MemoryOptions(device_memory=owned)) as cache:
-        assert cache.memory.device_pool.ctypes.data == owned.unsafe_buffer_pointer()
-        cache.memory.device_pool[...] = 0
-        view = jax.dlpack.from_dlpack(cache.memory.export())
-        assert view.unsafe_buffer_pointer() == owned.unsafe_buffer_pointer()
-        del view
-    assert not np.asarray(owned).any()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_torch_reads_and_writes_the_pool_in_place(torch: Any, tier: str, dtype: str) -> None:
-    cache = open_pool(BlockLayout(2, 2, 16, 8, dtype=dtype))
-    pool = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
-    view = torch.from_dlpack(cache.memory.export(tier))
-    assert (
-        str(view.dtype) == f"torch.{dtype}" and tuple(view.shape) == pool.shape and view.data_ptr() == pool.ctypes.data
-    )
-    part = torch.from_dlpack(cache.memory.export(tier)[1:, 0])
-    assert part.data_ptr() == pool[1:, 0].ctypes.data
-    assert tuple(step * part.element_size() for step in part.stride()) == pool[1:, 0].strides
-    part.fill_(1)
-    np.testing.assert_array_equal(view.view(torch.uint8).numpy(), pool.view(np.uint8))
-    del view
-    with pytest.raises(PoolBusy, match="live: 1"):
-        cache.close()
-    del part
-    cache.close()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from engine import Engine, EventReplay
+from engine import Engine, EventReplay, Make
 from kvpool.pool import Event
 from kvpool.pool.core import Names
-
-Make = Callable[..., Engine]
 
 
 def rebuilt(events: Iterable[Event]) -> dict[str, set[bytes]]:

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import Engine, small_layout
-from grouped import MIXES, T, cached, churn, encoded, pool_of, seed
+from engine import Engine, Make, small_layout
+from grouped import MIXES, cached, churn, encoded, pool_of, seed
 from kvpool import EvictionOptions, KVCacheManager
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import SOURCE, TARGET, TOKENS
@@ -21,13 +21,9 @@ from kvpool.integrations.metric_definitions import DEFINITIONS
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool import GroupStats
 from kvpool.pool.stats import Histogram, TierStats
-from kvpool.pool.transfer.traffic import Traffic
-from kvpool.state.arrays import GroupSizes, Settings, States
-from kvpool.state.records import OFFLOAD, ONBOARD, WITHIN
 from tests import debug
 from tests.device.faults import FaultyDevice
 
-Make = Callable[..., Engine]
 Scrape = Callable[[], "Scraped"]
 STATES = ("used", "cached", "redundant", "empty")
 
@@ -156,28 +152,26 @@ def histogram(scraped: Scraped, name: str, **labels: str) -> tuple[dict[float, f
 
 def test_times_are_those_of_the_pools_clock(watched: Make, scrape: Scrape) -> None:
     engine = watched(P=2, S=1)
+
+    def evicted(tier: str) -> tuple[Any, Any]:
+        engine.release(engine.add(range(engine.clock.now, engine.clock.now + 8)), store=False)
+        names = ("kvpool_block_lifetime_seconds", "kvpool_block_idle_before_eviction_seconds")
+        lifetime, idle = (histogram(scrape(), name, tier=tier) for name in names)
+        return lifetime, idle
+
     engine.clock.now = 1_000_000
     engine.seed(range(4), committed=4)
     engine.clock.now += 700
     running = engine.add([*range(4), 9])
-    scraped = scrape()
-    assert histogram(scraped, "kvpool_block_reuse_gap_seconds") == ({1.024: 1}, 1, 0.7)
+    assert histogram(scrape(), "kvpool_block_reuse_gap_seconds") == ({1.024: 1}, 1, 0.7)
     engine.clock.now += 300
     engine.release(running, store=False)
     engine.clock.now += 4000
-    engine.release(engine.add(range(10, 18)), store=False)
-    scraped = scrape()
-    assert histogram(scraped, "kvpool_block_lifetime_seconds", tier="device") == ({8.192: 1}, 1, 5.0)
-    assert histogram(scraped, "kvpool_block_idle_before_eviction_seconds", tier="device") == ({4.096: 1}, 1, 4.0)
-    assert histogram(scraped, "kvpool_block_lifetime_seconds", tier="host") == ({}, 0, 0)
+    assert evicted("device") == (({8.192: 1}, 1, 5.0), ({4.096: 1}, 1, 4.0))
     engine.clock.now += 2000
     engine.seed(range(20, 24), committed=4)
     engine.clock.now += 1
-    engine.release(engine.add(range(30, 38)), store=False)
-    scraped = scrape()
-    assert histogram(scraped, "kvpool_block_lifetime_seconds", tier="host") == ({8.192: 1}, 1, 7.001)
-    assert histogram(scraped, "kvpool_block_idle_before_eviction_seconds", tier="host") == ({8.192: 1}, 1, 6.001)
-    assert histogram(scraped, "kvpool_block_lifetime_seconds", tier="device") == ({0.002: 1, 8.192: 1}, 2, 5.001)
+    assert evicted("host") == (({8.192: 1}, 1, 7.001), ({8.192: 1}, 1, 6.001))
 
 
 def test_a_gap_is_between_two_hits(watched: Make, scrape: Scrape) -> None:
@@ -324,17 +318,14 @@ def test_pins_are_those_of_each_group() -> None:
     with pool_of("full window full") as cache:
         seed(cache, range(9))
         cache.content.offload(list(range(9)))
-        local = [debug.cached(state) for state in cache.core.states]
-        first, last = cache.groups[0], cache.groups[2]
-        device = [first.first_device_block + min(local[0]["device"].values())]
-        device += [last.first_device_block + b for b in local[2]["device"].values()]
-        host = [last.first_host_block + b - last.device_blocks for b in local[2]["host"].values()]
+        first, _, last = (debug.cached(state) for state in cache.core.states)
+        group = cache.groups[2]
+        device = [min(first["device"].values()), *(group.first_device_block + b for b in last["device"].values())]
+        host = [group.first_host_block + b - group.device_blocks for b in last["host"].values()]
         with cache.pin_blocks([*device, *host, device[0]]):
             stats = cache.stats()
-            assert [(group.device.pinned, group.host.pinned) for group in stats.groups] == [(1, 0), (0, 0), (2, 2)]
+            assert [(each.device.pinned, each.host.pinned) for each in stats.groups] == [(1, 0), (0, 0), (2, 2)]
             assert (stats.device.pinned, stats.host.pinned) == (3, 2), "a block that is pinned twice is one block"
-            cache.verify()
-        assert cache.stats().device.pinned == 0
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -386,48 +377,27 @@ def test_moved_bytes_are_those_of_each_groups_blocks(mix: str) -> None:
         assert stats.onboarded_bytes or "recurrent" in mix
 
 
-def test_groups_that_move_in_one_call_share_its_time_by_their_bytes() -> None:
-    groups = States([GroupSizes(2, 2), GroupSizes(3, 3)], Settings(T, 4, 8, bytes(16))).groups
-    moved = Traffic(groups, [10, 30])
-    # Device blocks 0 to 1 and 2 to 4, host blocks 5 to 6 and 7 to 9.
-    moved.add(
-        np.array(
-            [[0, 6, T, -1, OFFLOAD], [2, 7, T, -1, OFFLOAD], [9, 3, T, -1, ONBOARD], [3, 4, 1, -1, WITHIN]], np.int64
-        ),
-        1000 * 290,
-    )
-    assert moved.nbytes == [[40, 0, 0], [120, 120, 30]]
-    (first,) = [ns for ns in moved.nanoseconds[0] if ns]
-    assert [round(ns / first, 3) for ns in moved.nanoseconds[1]] == [3, 3, 0.75]
-    assert sum(map(sum, moved.nanoseconds)) == pytest.approx(290_000, abs=5)
-
-
 # -- metrics -------------------------------------------------------------------------------------
 
 
 def test_metrics_of_blocks_name_the_group_and_tokens_of_prompts_do_not() -> None:
     registry = CollectorRegistry()
     with PoolMetrics(registry) as metrics, pool_of("full window recurrent cross") as cache, pool_of("full") as single:
-        metrics.add("several", cache)
-        metrics.add("single", single)
-        for pool in (cache, single):
+        for name, pool in (("several", cache), ("single", single)):
+            metrics.add(name, pool)
             for _ in churn(pool, Random(1), 20):
                 pass
-        text = generate_latest(registry).decode()
-        stats, samples = cache.stats(), [s for family in text_string_to_metric_families(text) for s in family.samples]
-
-    def values_of(name: str, **labels: str) -> list[float]:
-        return [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
-
+        stats, scraped = cache.stats(), Scraped(registry)
     for definition in DEFINITIONS:
-        group_samples = [s for s in samples if s.name.startswith(definition.name) and s.labels["pool"] == "several"]
-        assert {s.labels.get("group") for s in group_samples} == (
-            {"0", "1", "2", "3"} if "group" in definition.labels else {None}
-        ), definition.name
-    assert {s.labels.get("group", "0") for s in samples if s.labels["pool"] == "single"} == {"0"}
+        samples = [s for s in scraped.samples if s.name.startswith(definition.name)]
+        groups = {
+            pool: {s.labels.get("group") for s in samples if s.labels["pool"] == pool} for pool in ("several", "single")
+        }
+        of_groups = "group" in definition.labels
+        assert groups == {"several": set("0123") if of_groups else {None}, "single": {"0" if of_groups else None}}
     for g, group in enumerate(stats.groups):
-        assert sum(values_of("kvpool_blocks", pool="several", group=str(g), tier="device")) == group.device.capacity
-        assert values_of("kvpool_moved_bytes_total", pool="several", group=str(g), direction="offload") == [
-            group.offloaded_bytes
-        ]
-    assert values_of("kvpool_query_tokens_total", pool="several", tier="device") == [stats.prompt_tokens]
+        labels = {"pool": "several", "group": str(g)}
+        blocks = [scraped("kvpool_blocks", tier="device", state=state, **labels) for state in STATES]
+        assert sum(blocks) == group.device.capacity
+        assert scraped("kvpool_moved_bytes_total", direction="offload", **labels) == group.offloaded_bytes
+    assert scraped("kvpool_query_tokens_total", pool="several", tier="device") == stats.prompt_tokens

@@ -10,7 +10,6 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 from urllib.error import URLError
@@ -21,7 +20,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition, parser
 
-from engine import Engine, small_layout
+from engine import Make, small_layout
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
 from kvpool.integrations.metric_definitions import (
@@ -36,7 +35,6 @@ from kvpool.integrations.metrics import DASHBOARD, PoolMetrics, served
 from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.tools.replay import Replay
 
-Make = Callable[..., Engine]
 SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS, *STORAGE_DEFINITIONS)
 """What the dashboard shows."""
 # Derived from others, or in other units.

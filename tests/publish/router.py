@@ -144,6 +144,10 @@ class Router:
         self.context.destroy(linger=0)
 
 
+Publish = Callable[..., KVEventPublisher]
+Route = Callable[..., Router]
+
+
 def cached(cache: KVCacheManager) -> dict[str, set[Hash]]:
     """The first half of each key that the pool has cached, by medium."""
     blocks = cache.core.tokens.blocks

@@ -4,7 +4,7 @@ they leave undone."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 import zmq
 from raw import connected, is_ended
-from router import Router, Site, cached
+from router import Publish, Route, Site, cached
 
-from engine import Engine
+from engine import Engine, Make
 from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.integrations.kv_events.publisher import MESSAGE_BYTES
 from kvpool.tools.replay.summary import peak_memory_bytes
 from tests.waiting import until
 
-Make = Callable[..., Engine]
-Publish = Callable[..., KVEventPublisher]
-Route = Callable[..., Router]
 BLOCKS, WIDTH = 1024, 64
 MESSAGE = 1 << 19
 """More than one message of ``publish_much`` has."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine
+from engine import Make
 from kvpool.integrations.kv_events import KVEventPublisher
 
 SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
@@ -91,7 +91,7 @@ def subscribed(port: int, prompt: range, again: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], index: Callable[..., int]) -> None:
+def test_dynamo_finds_what_the_pool_would_reuse(make: Make, index: Callable[..., int]) -> None:
     engine = make(T=16, P=12, S=8, event_capacity=256)
     with KVEventPublisher(engine.cache, interval_seconds=0.002) as publisher:
         port = index(publisher, 16)

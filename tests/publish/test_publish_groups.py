@@ -14,7 +14,6 @@ from grouped import MIXES, churn, pool_of, seed
 from kvpool import KVCacheManager
 from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
 
-Route = Callable[..., Router]
 Places = dict[tuple[int | None, str], set[Hash]]
 
 

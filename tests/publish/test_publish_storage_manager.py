@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
-from router import Hash, Router, cached
+from router import Hash, Publish, Route, Router, cached
 
-from engine import Engine
-from kvpool.integrations.kv_events import KVEventPublisher
+from engine import Engine, Make
 from kvpool.storage import StorageManager
 from tests.stores.pool_lab import make_manager, store
 
-Publish = Callable[..., KVEventPublisher]
-Route = Callable[..., Router]
 PROMPT = list(range(33))
 SECRET = b"the secret of this test"
 
@@ -48,9 +44,7 @@ def settle(engine: Engine, manager: StorageManager, routers: list[Router], promp
             assert 4 * reach == match.full_tokens + match.store_tokens, prompt
 
 
-def test_routers_know_what_stores_hold_after_a_reset(
-    make: Callable[..., Engine], publish: Publish, route: Route
-) -> None:
+def test_routers_know_what_stores_hold_after_a_reset(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=32, S=32, event_capacity=512, secret=SECRET)
     with make_manager(engine, store()) as manager:
         publisher = publish(engine, storage=manager)
@@ -71,7 +65,7 @@ def test_routers_know_what_stores_hold_after_a_reset(
 @pytest.mark.parametrize(("capacity", "replay_messages"), [(4096, 2), (4096, 10_000), (24, 2)])
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (1, 2))])
 def test_any_calls_with_resets_leave_routers_with_what_there_is(
-    make: Callable[..., Engine], publish: Publish, route: Route, number: int, capacity: int, replay_messages: int
+    make: Make, publish: Publish, route: Route, number: int, capacity: int, replay_messages: int
 ) -> None:
     print(f"seed {number}")
     random = Random(number)

@@ -8,23 +8,19 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from raw import GREETING, command, connected, frame, goes_on, is_ended, let_in, read, read_frame, ready
-from router import Router, Site, cached
+from router import Route, Site, cached
 
-from engine import Engine
+from engine import Engine, Make
 from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.integrations.kv_events.replay_server import History
 from tests.waiting import until
 
-Make = Callable[..., Engine]
-Publish = Callable[..., KVEventPublisher]
-Route = Callable[..., Router]
 REQUEST = frame(b"", 1) + frame(bytes(8))
 FIRST = bytes(8)
 """The number of the first message."""
@@ -196,20 +192,6 @@ def test_clients_with_names_and_heartbeats_are_served(site: Site) -> None:
         client.send_multipart([*head, bytes(8)])
         assert client.poll(600_000) and client.recv_multipart()[-2] == FIRST
     context.destroy(linger=0)
-
-
-def test_peers_that_say_nothing_keep_no_place_from_who_speaks(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
-    publisher = site(connections=3)[1]
-    silent = [connected(str(publisher.replay_endpoint)) for _ in range(20)]
-    until(lambda: publisher.stats().connections_refused == 17, "refusals")
-    client = let_in(str(publisher.replay_endpoint))
-    silent += [connected(str(publisher.replay_endpoint)) for _ in range(20)]
-    until(lambda: publisher.stats().connections_refused == 38, "refusals")
-    client.sendall(REQUEST)
-    assert replayed(client) == [FIRST], "who has spoken keeps its place"
-    for connection in (*silent, client):
-        connection.close()
 
 
 def test_a_replay_socket_in_a_folder_leaves_nothing_and_takes_the_place_of_what_was_left(

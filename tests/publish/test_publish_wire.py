@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,15 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from router import WAIT_MS, Router, Site, cached, publisher_options
+from router import WAIT_MS, Publish, Route, Site, cached, publisher_options
 
-from engine import Engine
+from engine import Make
 from kvpool import PoolClosed
 from kvpool.integrations.kv_events import KVEventPublisher
 
-Make = Callable[..., Engine]
-Publish = Callable[..., KVEventPublisher]
-Route = Callable[..., Router]
 CLEARED = {"type": "AllBlocksCleared"}
 
 

@@ -305,13 +305,6 @@ def test_bad_values_are_refused_by_name(busy: Busy, wrong: Wrong) -> None:
 # -- prompts, and what is admitted ---------------------------------------------------------------------
 
 
-def test_zeros_and_ones_are_tokens(busy: Busy) -> None:
-    for tokens in ([0, 1] * 500, (1,), [2**31 - 1, 0], deque([1, 0]), range(2), bytearray(b"\x01\x00")):
-        expected = np.array(list(tokens), np.int32)
-        assert np.array_equal(busy.cache.block_keys(tokens).tokens, expected)  # type: ignore[arg-type]
-        assert np.array_equal(busy.cache.block_keys(expected).tokens, expected)
-
-
 @pytest.mark.parametrize(
     "options", [{"secret": b"another secret, 32 bytes of it.."}, {"T": 2}], ids=["secret", "tokens_per_block"]
 )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import Engine
-from group_engine import GroupsEngine
+from engine import Engine, Make
+from group_engine import GroupsEngine, Open
 from tests.race.lab import Lab
 
-Make = Callable[..., Engine]
-Open = Callable[..., GroupsEngine]
 A, B = list(range(13)), list(range(100, 113))
 """Three full blocks, and a token."""
 KINDS: dict[str, list[dict[str, Any]]] = {
@@ -110,25 +108,21 @@ def test_the_stored_tail_of_a_prompt_goes_with_it(make: Make) -> None:
 
 @pytest.mark.parametrize("how", ["prompt", "namespace"])
 def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: Make, how: str) -> None:
-    engine = make(T=4, P=16, event_capacity=100)
-    first = engine.add(A, salt="A")
-    engine.commit(first)
+    engine = make(T=4, P=16)
+    cache, prompt = engine.cache, engine.prompt(A, salt="A")
+    first = engine.commit(engine.add(A, salt="A"))
     twin = engine.add(A, salt="A")
-    fresh = engine.admitted(
-        engine.cache.add_sequence(engine.cache.block_keys(A, salt="A", reuse=False)), A, salt="A"
-    )  # computes the same content again: its blocks wait to be published
-    engine.commit(fresh)
-    engine.cache.content.forget(engine.prompt(A, salt="A")) if how == "prompt" else engine.cache.content.forget(
-        namespace=("A", None)
-    )
+    again = engine.admitted(cache.add_sequence(cache.block_keys(A, salt="A", reuse=False)), A, salt="A")
+    engine.commit(again)  # it has computed the same content: its blocks wait to be published
+    cache.content.forget(**({"prompt": prompt} if how == "prompt" else {"namespace": ("A", None)}))  # type: ignore[arg-type]
     assert engine.reusable(A, salt="A") == 0 and not engine.cached()
     engine.append(first, [1, 2, 3, 4, 5, 6, 7])
-    for sequence in (first, twin, fresh):
+    for sequence in (first, twin, again):
         engine.commit(sequence)
         assert not engine.cached(), "nothing comes back"
         engine.release(sequence)
         assert not engine.cached()
-    assert engine.free() == 16 and engine.cache.stats().device.empty == 16
+    assert engine.free() == 16 == cache.stats().device.empty
     assert engine.seed(A, salt="A") == 0, "a new request begins anew"
     assert engine.reusable(A, salt="A") == 12
 

@@ -3,12 +3,11 @@ change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from engine import Engine, Request, small_layout
+from engine import Engine, Make, Request, small_layout
 from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream, WrappedDevice
@@ -16,7 +15,6 @@ from kvpool.device.work import Work
 from kvpool.errors import DeviceError, UnknownSequence
 from tests import debug
 
-Make = Callable[..., Engine]
 # A tree: 0 and 1 are roots; 0 -> 2, 3; 1 -> 4; 3 -> 5; 4 -> 6; 5 -> 7.
 TREE = [-1, -1, 0, 0, 1, 3, 4, 5]
 TOKENS = [50, 51, 52, 53, 54, 55, 56, 57]

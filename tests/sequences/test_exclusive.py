@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from inspect import signature
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, small_layout
+from engine import Make, small_layout
 from failing import Rig
 from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
 from kvpool.errors import BlockNotFound
@@ -23,7 +22,6 @@ from tests import debug
 from tests.desk import Desk, Ends
 from tests.race.lab import Lab
 
-Make = Callable[..., Engine]
 T = 4
 INSIDE = r"exclusive: expected match_prefix, pin, .* or Lease.close, got "
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import Engine
+from engine import Engine, Make
 from kvpool import BlockLayout, EvictionOptions, KVCacheManager, LayerGroup
 from kvpool.errors import UnknownSequence
 from kvpool.pool import Missed
 
-Make = Callable[..., Engine]
 A, B = list(range(17)), list(range(100, 117))
 
 

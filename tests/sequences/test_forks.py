@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from engine import Engine, Request
+from engine import Engine, Make, Request
 from failing import Rig
 from kvpool import OutOfBlocks
 from kvpool.errors import DeviceError
 from tests import debug
-
-Make = Callable[..., Engine]
 
 
 def beams(engine: Engine, tokens: list[int], count: int) -> list[Request]:

@@ -9,11 +9,10 @@ import pytest
 
 from kvpool import KVCacheManager, LayerGroup, OutOfBlocks
 from tests import debug
-from tests.engine import Engine, small_layout
+from tests.engine import Make, small_layout
 from tests.grouped import group_of
 
 T = 4
-Make = Callable[..., Engine]
 NEVER = "it can never fit"
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from engine import Engine
-from group_engine import GroupsEngine
-
-Make = Callable[..., Engine]
-Open = Callable[..., GroupsEngine]
+from engine import Engine, Make
+from group_engine import Open
 
 
 def on_the_host(engine: Engine, tokens: range) -> None:

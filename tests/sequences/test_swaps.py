@@ -3,20 +3,15 @@ changed nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from engine import Engine
+from engine import Engine, Make
 from failing import Rig
-from group_engine import GroupsEngine
+from group_engine import Open
 from kvpool import OutOfBlocks
 from kvpool.errors import DeviceError
 from tests import debug
 from tests.sequences.test_arguments import ID_CALLS
-
-Make = Callable[..., Engine]
-Open = Callable[..., GroupsEngine]
 
 
 def crowd(engine: Engine) -> None:
