@@ -255,17 +255,6 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_not_a_crash(
     assert doctor._compiled(tmp_path) == 100 and not going.exists()
 
 
-def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
-    seen = doctor.look_at_driver(tmp_path)
-    assert not seen.kernel_module and seen.gpu_files == 0
-    for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "proc/driver/nvidia/version"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    driver = doctor.look_at_driver(tmp_path)
-    assert driver.kernel_module and driver.gpu_files == 2
-    assert (driver.version is None) == (driver.error is not None)
-
-
 def test_oldest_versions_are_those_of_the_package() -> None:
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "setup.cfg", encoding="utf-8")

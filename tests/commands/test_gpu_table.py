@@ -95,26 +95,6 @@ def test_a_baseline_is_kept_without_places_and_rendered(tmp_path: Path) -> None:
     assert "py_home" not in kept.read_text()
 
 
-def test_a_result_is_compared_with_the_last_baseline(tmp_path: Path) -> None:
-    pytest.importorskip("asv")
-    if not (ROOT / ".git").exists():
-        pytest.skip("asv needs a checkout of git")
-    for date, time in ((1, 1.0), (2, 10.0)):
-        earlier = {"gpu.StagedTables.track_cpu_time": ([time], [["64"]])}
-        gpu_bench.record(write(tmp_path / f"{date}" / "result.json", FIT | earlier, commit=f"{date}" * 40, date=date))
-    gpu_bench.write_config(tmp_path)
-    path = write(tmp_path / "asv" / "nvidia-test" / "bbbbbbbb-existing-py.json", FIT | TABLES, commit="b" * 40)
-    (tmp_path / "asv" / "benchmarks.json").write_text('{"version": 2}')
-    assert "No figure differs by a factor of 1.3." in gpu_bench.compare(tmp_path, path)
-    write(path, FIT | {"gpu.StagedTables.track_cpu_time": ([30.0], [["64"]])}, commit="b" * 40)
-    report = gpu_bench.compare(tmp_path, path)
-    assert "22222222-existing.json" in report
-    assert re.findall(r"\| ([+-]) *\| *10 \| *30 \| *3 \| (\S+) \|", report) == [
-        ("+", "gpu.StagedTables.track_cpu_time(64)")
-    ]
-    assert list(path.parent.glob("baseline*")) == []
-
-
 def test_the_repository_keeps_no_baseline_that_is_unfit() -> None:
     folder, text = ROOT / "asv_bench" / "baseline", (ROOT / "asv_bench" / "RESULTS.md").read_text(encoding="utf-8")
     baselines = list(folder.glob("*/*-*.json"))

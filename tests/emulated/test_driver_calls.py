@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
-import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
-from kvpool.device.cuda.cuda_memory import processors_near
 from kvpool.device.cuda.cuda_streams import UsedStreams
 from kvpool.device.memory.pools import MemoryPools
 from tests.device.pools import as_moves
@@ -132,42 +128,6 @@ def test_memory_of_the_caller_is_kept_until_the_copies_of_a_device_that_nobody_c
     del pools, device
     gc.collect()
     assert waited == [0] and pinned.n_free_blocks() == 1
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine of two memory nodes, one processor each; GPU n is on node n."""
-    usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < 2:
-        pytest.skip("one processor")
-    for node, processor in enumerate(usable[:2]):
-        folder = tmp_path / "devices/system/node" / f"node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(f"{processor}\n")
-        gpu = tmp_path / "bus/pci/devices" / f"0000:e{node}:00.0"
-        gpu.mkdir(parents=True)
-        (gpu / "numa_node").write_text(f"{node}\n")
-    monkeypatch.setattr(
-        "kvpool.device.cuda.cuda_memory.processors_near", functools.partial(processors_near, sysfs=tmp_path)
-    )
-    return usable[:2]
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_pages_of_the_host_tier_are_touched_by_processors_near_the_gpu(
-    driver: Driver, nodes: list[int], monkeypatch: pytest.MonkeyPatch, index: int
-) -> None:
-    from kvpool.device.cuda import cuda_memory
-
-    touch, seen, mine = cuda_memory._touch, list[set[int]](), os.sched_getaffinity(0)
-    monkeypatch.setattr(
-        cuda_memory, "_touch", lambda *arguments: (seen.append(os.sched_getaffinity(0)), touch(*arguments))
-    )
-    device = CudaDevice(index)
-    with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=40, device=device):
-        assert seen and all(processors == {nodes[index]} for processors in seen)
-    device.close()
-    assert os.sched_getaffinity(0) == mine, "the caller's thread stays where it may be"
 
 
 def test_a_question_for_an_event_leaves_no_error_behind(driver: Driver) -> None:

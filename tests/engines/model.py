@@ -1,5 +1,5 @@
-"""Writes a model with random weights for vLLM: a Llama, one with latent attention, or a hybrid with states. It is
-small, and what it says depends on every block of its KV cache.
+"""Writes a model with random weights for vLLM: a Llama, or a hybrid with states. It is small, and
+what it says depends on every block of its KV cache.
 
 Random weights of the usual size would do: attention over them is an average, which hides a wrong block. Queries and
 keys have a gain here, so that each token looks at few others.
@@ -18,8 +18,6 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 GAIN = 2.0
-ROTATED = 64
-"""Sizes of a head's part with a position, where attention is latent."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ class Shape:
     """If not 0, every second layer sees that many tokens only."""
     states: int = 0
     """If not 0, every second layer is a convolution over that many tokens, whose state vLLM keeps: an LFM2."""
-    latent: int = 0
-    """If not 0, attention is latent (MLA), with a latent of this size: a DeepSeek without experts."""
 
     def config(self) -> dict[str, Any]:
         config = {
@@ -78,27 +74,6 @@ class Shape:
                 "block_ffn_dim_multiplier": 1.0,
                 "norm_eps": 1e-6,
             }
-        if self.latent:
-            config |= {
-                "architectures": ["DeepseekV2ForCausalLM"],
-                "model_type": "deepseek_v2",
-                "kv_lora_rank": self.latent,
-                "q_lora_rank": None,
-                "qk_nope_head_dim": self.head_dim,
-                "qk_rope_head_dim": ROTATED,
-                "v_head_dim": self.head_dim,
-                "first_k_dense_replace": self.layers,
-                "moe_layer_freq": 1,
-                "moe_intermediate_size": 64,
-                "num_experts_per_tok": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "routed_scaling_factor": 1.0,
-                "topk_method": "greedy",
-                "scoring_func": "softmax",
-                "norm_topk_prob": False,
-            }
-            del config["head_dim"]
         return config
 
 
@@ -106,7 +81,6 @@ SHAPES = {
     "tiny": Shape(),
     "windowed": Shape(layers=4, window=96),
     "hybrid": Shape(layers=4, states=3),
-    "latent": Shape(kv_heads=4, head_dim=128, latent=512),
     "small": Shape(layers=12, hidden=512, heads=8, kv_heads=4, head_dim=64, inner=1536, vocabulary=2048),
 }
 
@@ -148,13 +122,8 @@ def _matrices(shape: Shape, layer: int) -> Iterator[tuple[str, int, int, float]]
     if shape.states and layer % 2 == 0:
         yield from (("conv.in_proj", 3 * hidden, hidden, GAIN), ("conv.out_proj", hidden, hidden, GAIN))
     else:
-        if shape.latent:
-            yield "self_attn.q_proj", heads * (head + ROTATED), hidden, GAIN
-            yield "self_attn.kv_a_proj_with_mqa", shape.latent + ROTATED, hidden, GAIN
-            yield "self_attn.kv_b_proj", heads * 2 * head, shape.latent, GAIN
-        else:
-            for name, count in (("q", heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
-                yield f"self_attn.{name}_proj", count * head, hidden, GAIN
+        for name, count in (("q", heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+            yield f"self_attn.{name}_proj", count * head, hidden, GAIN
         yield mlp["out"], hidden, heads * head, GAIN
     yield from ((mlp[name], shape.inner, hidden, 1.0) for name in ("gate", "up"))
     yield mlp["down"], hidden, shape.inner, 1.0
@@ -164,8 +133,6 @@ def _norms(shape: Shape, layer: int) -> Iterator[tuple[str, int]]:
     """Names and sizes of the norms of a layer."""
     names = ("operator_norm", "ffn_norm") if shape.states else ("input_layernorm", "post_attention_layernorm")
     yield from ((name, shape.hidden) for name in names)
-    if shape.latent:
-        yield "self_attn.kv_a_layernorm", shape.latent
     if shape.states and layer % 2:
         yield from ((f"self_attn.{name}_layernorm", shape.head_dim) for name in "qk")
 

@@ -1,7 +1,7 @@
 """Runs vLLM over a script of requests, in a process of its own: ``python -m tests.engines.serve SCRIPT ANSWERS``.
 
 A script is JSON: the ``shape`` of the model, the options of the ``engine``, its ``transfer`` (None: no offload),
-whether the engine core has ``processes`` of its own, whether its KV ``events`` are counted, and ``waves`` of requests.
+whether the engine core has ``processes`` of its own, and ``waves`` of requests.
 The requests of a wave are given to the engine at once, and the next wave when all have ended. A request is its
 ``name``, ``tokens``, ``new`` (how many to generate), ``at`` (it comes after that many steps of the engine), ``abort``
 (after that many), ``die`` (after that many the process kills itself), and ``after``, the name of an earlier one whose
@@ -49,43 +49,6 @@ def transfer(extra: dict[str, Any], *, recovers: bool = True, faulty: bool = Fal
     return {**connector, "kv_connector_extra_config": {**named, "host_bytes": "64MiB", **extra}}
 
 
-def endpoint(folder: Path) -> str:
-    """Where the engine publishes its KV events."""
-    return f"ipc://{folder}/events"
-
-
-class HostEvents:
-    """Counts what vLLM's own events say of chunks in host memory: stored, removed, and how many are there."""
-
-    def __init__(self, folder: Path) -> None:
-        import zmq
-
-        self.socket = zmq.Context.instance().socket(zmq.SUB)
-        self.socket.connect(endpoint(folder))
-        self.socket.subscribe(b"")
-        self.stored = self.removed = 0
-        self.here: set[Any] = set()
-
-    def take(self, seconds: float = 1.0) -> None:
-        """Read what was published, until nothing comes for a while."""
-        import msgspec
-        from vllm.distributed import kv_events
-
-        decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
-        while self.socket.poll(int(seconds * 1e3)):
-            for event in decoder.decode(self.socket.recv_multipart()[-1]).events:
-                if isinstance(event, kv_events.AllBlocksCleared):
-                    self.here.clear()
-                elif event.medium == kv_events.MEDIUM_CPU:
-                    chunks = {(event.group_idx, block) for block in event.block_hashes}
-                    if isinstance(event, kv_events.BlockStored):
-                        self.here |= chunks
-                        self.stored += len(chunks)
-                    else:
-                        self.here -= chunks
-                        self.removed += len(chunks)
-
-
 def open_engine(script: dict[str, Any], folder: Path) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -106,8 +69,7 @@ def open_engine(script: dict[str, Any], folder: Path) -> Any:
         options["distributed_executor_backend"] = "uni"
     if script["transfer"] is not None:
         options["kv_transfer_config"] = script["transfer"]
-    if script.get("events"):
-        options["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint(folder)}
+
     model = write(Path(script.get("folder", folder)) / script["shape"], SHAPES[script["shape"]])
     return LLMEngine.from_engine_args(EngineArgs(model=str(model), **options))
 
@@ -184,7 +146,7 @@ def main(script_file: str, answers_file: str) -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvpool-vllm-") as folder:
         engine = open_engine(script, Path(folder))
-        events = HostEvents(Path(folder)) if script.get("events") else None
+
         opened, compiled = time.perf_counter(), compilations()
         waves, said = [], {}
         for wave in script["waves"]:
@@ -201,9 +163,7 @@ def main(script_file: str, answers_file: str) -> None:
             "opened": opened - began,
             "served": time.perf_counter() - opened,
         }
-        if events is not None:
-            events.take()
-            report["events"] = {"stored": events.stored, "removed": events.removed, "here": len(events.here)}
+
         Path(answers_file).write_text(json.dumps(report), encoding="utf-8")
         engine.engine_core.shutdown()
 

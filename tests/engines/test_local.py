@@ -249,19 +249,3 @@ def test_a_store_that_does_not_open_leaves_none_open(second: str) -> None:
         local_blocks(stores=[f"{__name__}.WatchedStore:", f"{__name__}.{second}"])
     assert OPENED
     until(lambda: not any(store.is_open for store in OPENED))
-
-
-def test_a_thread_that_does_not_start_leaves_no_store_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    OPENED.clear()
-
-    class Refused(threading.Thread):
-        def start(self) -> None:
-            if self.name == "kvpool-local":
-                raise RuntimeError("can't start new thread")
-            super().start()
-
-    monkeypatch.setattr(threading, "Thread", Refused)
-    with pytest.raises(RuntimeError, match="start"):
-        local_blocks(stores=[f"{__name__}.WatchedStore:"])
-    assert len(OPENED) == 1
-    until(lambda: not OPENED[0].is_open)

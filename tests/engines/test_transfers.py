@@ -15,7 +15,7 @@ import kvpool
 from kvpool.device.cuda import unusable
 from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
-from kvpool.integrations.vllm.transfers import Ended, LayerPages, Run, Transfers, pieces
+from kvpool.integrations.vllm.transfers import Ended, LayerPages, Transfers, pieces
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "pages", "tests 1")
 HOST_BLOCKS, BLOCKS, LAYERS = 10, 24, (3, 2)
@@ -227,13 +227,6 @@ def test_a_job_is_not_over_before_its_copies_are(open_worker: Open, kind: str) -
     assert worker.transfers.finished() == []
 
 
-@pytest.mark.parametrize(("counts", "hosts"), [((2, 0), [4]), ((2, 0), [4, 5, 6]), ((1, 0), [4]), ((3, 0), [4, 5, 6])])
-def test_jobs_whose_parts_do_not_fit_are_refused(open_worker: Open, counts: tuple[int, int], hosts: list[int]) -> None:
-    worker = open_worker()
-    with pytest.raises(ValueError, match="host_blocks"):
-        worker.store(1, [0, 1], counts, (0, 0), hosts)
-
-
 def test_layers_with_blocks_of_different_sizes_have_places_of_their_own() -> None:
     """As attention beside states or indices. What comes after another worker's first byte stays as it is."""
     random, widths, per = np.random.default_rng(4), [8, 48, 8, 16], 2
@@ -257,23 +250,6 @@ def test_layers_with_blocks_of_different_sizes_have_places_of_their_own() -> Non
         np.testing.assert_array_equal(tensor[[0, 2, 4]], old[[5, 1, 3]])
         assert not tensor[[1, 3, 5]].any()
     transfers.close()
-
-
-def test_what_is_not_memory_of_blocks_is_refused() -> None:
-    for tensor in (np.zeros(8, np.int8), np.zeros((4, 8), np.int8)[:, ::2], np.zeros((4, 8, 2), np.int8)):
-        with pytest.raises(ValueError, match="tensors"):
-            pieces([LayerPages(tensor, 8, (Run(0, 0, 8, 1, 8, 8),))], 1)
-    for run in (Run(1, 0, 8, 1, 8, 8), Run(0, 1, 8, 1, 8, 8), Run(0, 0, 4, 2, 5, 4), Run(4, 0, 4, 2, -4, 4)):
-        with pytest.raises(ValueError, match="within"):
-            pieces([LayerPages(np.zeros((4, 8), np.int8), 8, (run,))], 1)
-    cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
-    with pytest.raises(ValueError, match="places"):
-        kvpool.hostcache.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[None, None])
-    with pytest.raises(
-        ValueError, match=r"caches\[0\]: expected up to the 4 bytes of a host block from first_byte 4 on, got 8"
-    ):
-        place = HostPlace(4, 8, ((0, 8, 8),))
-        kvpool.hostcache.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
 
 
 WRONG_PLACES: list[Any] = [

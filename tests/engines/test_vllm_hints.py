@@ -106,21 +106,16 @@ for _ in range(50_000):
 @pytest.mark.parametrize(
     "message",
     [
-        5,
-        [],
         {},
         "x" * 10_000,
         envelope("pin", {}, 65),
         envelope("steal", {}),
-        envelope("pin", 3),
         envelope("pin", {"lease_ms": -1}),
         envelope("pin", {"lease_ms": 1 << 40}),
         envelope("drop", {"tokens": [1]}),
-        envelope("pin", {str(i): i for i in range(50)}),
         {**PIN, "protocol_version": "2"},
         {**PIN, "message_id": "x" * 300},
         DEEP,
-        {**PIN, "message_id": DEEP},
         envelope("pin", DEEP),
     ],
 )

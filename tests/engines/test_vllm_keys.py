@@ -74,18 +74,6 @@ def known(first: list[Any], second: list[Any]) -> int:
         (image("one"), image("one", offset=21), 1),
         ({"prompt_embeds": FIRST}, {"prompt_embeds": FIRST + (torch.arange(len(FIRST)) >= 40)[:, None]}, 2),
     ],
-    ids=[
-        "an adapter",
-        "no adapter",
-        "its name",
-        "its path",
-        "a salt",
-        "another salt",
-        "an image",
-        "another image",
-        "its place",
-        "embeddings",
-    ],
 )
 def test_what_changes_kv_is_in_the_key(
     first: dict[str, Any], second: dict[str, Any], blocks: int, algorithm: str

@@ -263,18 +263,3 @@ def test_chunks_that_were_loaded_and_chunks_that_are_new_are_one_prompt(make: Ma
     manager.real.complete_store(set(keys(3, 4, 5)), context)
     manager.store(100, 101)
     assert manager.lookup(*range(6)) == [HIT] * 4 + [MISS] * 2
-
-
-def test_metrics_say_what_happened_since_they_were_read(make: Make) -> None:
-    manager = make()
-    assert manager.counted() == {}
-    manager.store(1, 2, 3)
-    manager.prepare_store(4, 5)
-    assert manager.prepare_store(6, 7, 8) is None
-    counted = manager.counted()
-    expected = {"stored_chunks": 3, "evicted_chunks": 1, "refused_stores": 1}
-    assert {name: counted[f"vllm:kvpool_{name}"] for name in expected} == expected
-    assert counted["vllm:kvpool_host_blocks:('pending',)"] == 2
-    assert manager.counted() == {}
-    defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
-    assert {name.partition(":(")[0] for name in counted} <= set(defined)

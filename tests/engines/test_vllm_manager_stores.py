@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,6 @@ from tests.engines.vllm_lab import (  # noqa: E402
     Clock,
     Stored,
     keys,
-    positioned,
     request,
 )
 from tests.stores.lab import Wrong  # noqa: E402
@@ -210,19 +208,6 @@ def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_bri
     manager.complete_load("r", 1)
 
 
-def test_the_end_of_a_prompt_is_evicted_first_where_a_chunk_is_filled_in_part() -> None:
-    manager, context = Stored(4), positioned("part", True)
-    blocks = manager.real.prepare_store(keys(0, 1, 2, 3), context).store_spec.blocks
-    manager.real.report(vllm.WorkerReport(partial_blocks={blocks[1]}))
-    manager.real.complete_store(set(keys(0, 1, 2, 3)), context)
-    manager.wait_saved(3)
-    left = [{n for n in range(4) if manager.cache.find(keys(n)[0]) == manager.cache.HERE}]
-    for other in (100, 101, 102):
-        manager.prepare_store(other)
-        left.append({n for n in range(4) if manager.cache.find(keys(n)[0]) == manager.cache.HERE})
-    assert left == [{0, 1, 2, 3}, {0, 1, 2}, {0, 1}, {0}]
-
-
 def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -> None:
     manager = Stored(2)
     for number in range(50):
@@ -342,30 +327,3 @@ def test_routers_learn_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> 
     }
     assert list(stored.values()) == [[1, 2, 3]] * 2
     assert [keys for *_, gone, keys in events if gone] == [[1]]
-
-
-def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Wrong(MemoryStore(1 << 20))
-    monkeypatch.setattr(urls, "open_store", lambda text, **names: wrong)
-
-    def flip(answer: Any) -> Any:
-        wrong.memory[:] ^= 1
-        return answer
-
-    manager = Stored(4)
-    wrong.after["load"] = flip
-    counted: dict[str, float] = {}
-    for second in range(1, 4):
-        chunks = 10 * second, 10 * second + 1
-        manager.fill(*chunks)
-        manager.wait_saved(2)
-        manager.cache.forget(keys(*chunks))
-        assert manager.await_states(*chunks) == [MISS, MISS]
-        manager.now = second - 0.1
-        assert not any("answers" in name for name in manager.counted())
-        manager.now = float(second)
-        counted = manager.counted()
-        assert counted[f"vllm:kvpool_store_answers:('{wrong.name}', 'load', 'damaged')"] == 2
-        assert counted["vllm:kvpool_store_missed_reasons:('damaged',)"] == 2
-    assert counted[f"vllm:kvpool_store_suspended:('{wrong.name}',)"] == 1
-    assert {f"vllm:kvpool_store_figures:('{wrong.name}', '{name}')" for name in ("blocks", "capacity")} <= set(counted)

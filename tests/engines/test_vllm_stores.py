@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test")
 
-from tests.engines.serve import BLOCK, transfer
+from tests.engines.serve import BLOCK
 from tests.engines.test_vllm_engine import Runs, answers, counted, differing, waves
 
 SEED = {"PYTHONHASHSEED": "7"}
@@ -65,15 +65,6 @@ def test_an_engine_that_was_killed_is_warm_when_it_is_started_again(runs: Runs, 
     assert answers(other)["first-0"]["cached"] == 0, "other weights find nothing"
 
 
-def test_two_workers_share_a_store(runs: Runs, tmp_path: Path) -> None:
-    options = {"engine": {"tensor_parallel_size": 2}, "processes": True, "environment": SEED, "folder": str(tmp_path)}
-    first = SHORT[:1]
-    runs.run("tiny", disk(tmp_path), waves=first, **options)
-    warm = runs.run("tiny", disk(tmp_path), waves=[*first, *first], **options)
-    assert differing(runs.run("tiny", None, waves=LONG), warm) == {}
-    assert answers(warm)["first-0"]["cached"] == 15 * BLOCK
-
-
 @pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
 def test_what_some_workers_have_saved_others_load_in_the_canonical_layout(
     runs: Runs, tmp_path: Path, workers: tuple[int, int]
@@ -104,20 +95,3 @@ def test_a_prompt_that_no_store_has_does_not_wait_for_other_requests(runs: Runs)
     run = runs.run("tiny", options | {"weights": "random 0"}, waves=[[long, cold]])
     assert answers(run)["cold"]["step"] - 5 <= 4
     assert answers(run)["long"]["step"] < 5
-
-
-def test_only_where_vllms_keys_begin_with_a_random_seed_it_is_asked_for(runs: Runs, tmp_path: Path) -> None:
-    hashes = {"engine": {"prefix_caching_hash_algo": "xxhash"}, "folder": str(tmp_path)}
-    refused = runs.run("tiny", disk(tmp_path), waves=SHORT[:1], **hashes)
-    assert "the environment variable PYTHONHASHSEED set to one number" in refused["failed"]
-    assert not (tmp_path / "store").exists()
-    for run in range(2):
-        served = runs.run("tiny", disk(tmp_path), waves=SHORT[:1] * (run + 1), folder=str(tmp_path))
-        assert answers(served)["first-0"]["cached"] == run * 15 * BLOCK
-
-
-def test_under_vllms_own_connector_stores_are_refused(runs: Runs) -> None:
-    plain = transfer({"stores": ["memory:?capacity=64MiB"]}, recovers=False)
-    refused = runs.run("tiny", {}, transfer=plain, waves=SHORT[:1])
-    assert "KVPoolOffloadingConnector" in refused["failed"]
-    assert "add_request" not in refused["failed"], "refused at the first request"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from asv_bench import first_token
-from asv_bench.first_token import Sizes, compare, gates, render, schedule
+from asv_bench.first_token import Sizes, schedule
 from asv_bench.first_token_arms import ARMS
 from kvpool.device.cuda import unusable
 
@@ -115,49 +115,6 @@ def test_a_run_goes_on_where_it_was_ended(
 
 
 # -- without a GPU
-
-
-def figures(arm: str, **changes: Any) -> dict[str, Any]:
-    pair = {"p50": 0.1, "p99": 0.2}
-    times = {"first_token_s": {"8192": pair}, "between_tokens_s": pair, "cpu_per_step_s": pair, "gpu_per_step_s": pair}
-    made = {"arm": arm, "title": "-", "round": 0, "requests_per_s": 1.0, "loaded_bytes": 0 if arm in "DA" else 8}
-    return made | times | {"load_bytes_per_s": None, "largest_load_bytes": 8, "first_logits": [[1.0, 2.0]]} | changes
-
-
-IDEAL = {"answers": [[1, 2, 3]], "first_logits": [[1.0, 2.0]]}
-
-
-@pytest.mark.parametrize(
-    ("arm", "answer", "changes", "right"),
-    [
-        ("C2", [1, 2, 3], {}, True),
-        ("C2", [1, 2, 4], {}, False),
-        ("C2", [1, 2, 3], {"loaded_bytes": 0}, False),
-        ("D", [1, 2, 3], {"loaded_bytes": 8}, False),
-        ("A", [1, 2, 4], {"first_logits": [[1.0, 2.2]]}, True),
-        ("A", [1, 2, 3], {"first_logits": [[1.0, 2.3]]}, False),
-    ],
-)
-def test_an_arm_is_right_only_if_it_answers_and_loads_as_it_has_to(
-    arm: str, answer: list[int], changes: dict[str, Any], right: bool
-) -> None:
-    compared = compare(figures(arm, **changes), [answer], IDEAL, SHAPE)
-    assert compared["right"] is right and compared["tokens"] == 3
-
-
-def test_a_gate_is_missed_by_what_it_limits_and_by_an_arm_that_did_not_run() -> None:
-    def arm(key: str, seconds: float) -> dict[str, Any]:
-        made = figures(key, first_token_s={"8192": {"p50": seconds, "p99": seconds}}, largest_load_bytes=10**9)
-        return made | {"right": True, "tokens": 3, "equal_tokens": 3, "logits_apart": 0.0}
-
-    arms = [arm("D", 0.01), arm("A", 0.4), arm("B2", 0.04), arm("C2", 0.03)]
-    assert [met for *_, met in gates(arms)] == [True] * 5
-    assert [met for *_, met in gates([*arms[:3], arm("C2", 0.034)])] == [False, True, True, True, True]
-    assert [met for *_, met in gates([*arms[:3], arm("C2", 0.11)])] == [False, False, False, True, True]
-    assert [met for *_, met in gates(arms[:2])] == [False, False, False, False, True]
-    settings = {"gpu": "x", "commit": "y", "seed": 0, "emulated": False}
-    table = render({"settings": settings, "arms": arms[:2], "left_out": {"B2": "no torch"}, "verified": []})
-    assert table.count("| missed |") == 4 and "B2 was left out: no torch" in table
 
 
 def test_the_schedule_ends_at_whole_blocks() -> None:

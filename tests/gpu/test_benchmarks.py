@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from asv_bench.benchmarks import gpu, gpu_cases
-from asv_bench.benchmarks.gpu_cases import LOAD, QUICK, SAVE, measure, measure_all
-from kvpool.device.cuda import calibration
+from asv_bench.benchmarks.gpu_cases import LOAD, QUICK, SAVE, measure
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, Calibration
 
 pytestmark = pytest.mark.gpu
@@ -80,21 +79,3 @@ def test_every_byte_of_a_scene_is_copied_by_its_path(cupy: Any, scene: str, path
     figures = measure(gpu_cases.Scenes, (scene, RUN_BYTES, path))
     assert figures["matmul_time"] == 1
     assert min(figures[name] for name in ("time_per_byte", "p99", "call")) > 0
-
-
-def test_what_does_not_fit_is_skipped_and_what_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = gpu_cases.BlockCopies.copy_batch
-
-    def fail_for_bulk(made: gpu_cases.BlockCopies) -> None:
-        if made.device.calibration == calibration.always("bulk"):
-            raise OSError("no such path")
-        copy(made)
-
-    monkeypatch.setattr(gpu_cases.BlockCopies, "copy_batch", fail_for_bulk)
-    results = measure_all(gpu_cases.BlockCopies, [["offload"], ["apart"], ["plain", "bulk"], [8], [4096, 32768]])
-    kinds = {case[2:]: type(result) for case, result in results.items()}
-    assert kinds[("plain", 8, 4096)] is dict
-    assert kinds[("plain", 8, 32768)] is kinds[("bulk", 8, 32768)] is NotImplementedError
-    failed = results["offload", "apart", "bulk", 8, 4096]
-    with pytest.raises(RuntimeError, match="OSError: no such path"):
-        gpu.BlockCopies().setup({(): failed})

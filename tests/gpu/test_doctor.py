@@ -10,8 +10,7 @@ import pytest
 from kvpool import BlockLayout, KVCacheManager
 from kvpool.__main__ import main
 from kvpool.common.jit import cache
-from kvpool.device.cuda import calibration, describe_gpus
-from kvpool.device.cuda.calibration import Measurement
+from kvpool.device.cuda import describe_gpus
 from kvpool.tools.cli import doctor
 from tests import emulated
 
@@ -47,19 +46,6 @@ def test_a_look_is_not_a_use_of_the_gpu() -> None:
     from tests.emulated import lab
 
     lab.in_a_process(LOOK)
-
-
-def test_the_calibration_is_named(capsys: Capture) -> None:
-    gpu = describe_gpus()[0]
-    path = calibration.place(gpu.name, gpu.driver)
-    rows = (Measurement("onboard", 4096, 64, "plain", 5.0), Measurement("onboard", 4096, 64, "kernel", 40.0))
-    calibration.store(path, calibration.made(gpu, rows))
-    _, text = answer(capsys)
-    assert f"copies: ok, as measured in {path}" in text
-    calibration.store(path, calibration.made(gpu._replace(link="x4"), rows))
-    assert "copies: warning, chosen by rule: measured with 4 multiprocessors, link x4, " in answer(capsys)[1]
-    path.write_text("no")
-    assert "no calibration" in answer(capsys)[1]
 
 
 def test_a_kernel_that_was_tested_here_is_told_from_one_of_a_model_that_all_tests_ran_on(

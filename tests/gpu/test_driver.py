@@ -15,11 +15,7 @@ import pytest
 
 from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.device import fragments
-from kvpool.device.base import Stream
-from kvpool.device.cuda import cuda_device as cuda
 from kvpool.pool import StepTables
-from tests import emulated
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
@@ -163,45 +159,3 @@ def test_pools_that_nobody_closed_leave_no_memory_pinned(cupy: Any) -> None:
         del cache
         gc.collect()
         assert runtime.pointerGetAttributes(address).type == runtime.memoryTypeUnregistered
-
-
-def test_a_stream_that_its_user_destroyed_is_refused_and_the_pool_goes_on(cupy: Any) -> None:
-    if not emulated.running():
-        pytest.skip("a driver may do anything with a stream that was destroyed; the emulated one says error 400")
-    runtime = cupy.cuda.runtime
-    with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4) as cache:
-        gone, good = runtime.streamCreateWithFlags(runtime.streamNonBlocking), cupy.cuda.Stream(non_blocking=True)
-        sequence = cache.add_sequence(list(range(9)), stream=gone)
-        runtime.memsetAsync(cache.memory.device_pool.data.ptr, 3, cache.memory.device_pool.nbytes, gone)
-        runtime.streamDestroy(gone)
-        for call in (lambda: cache.commit(sequence), lambda: cache.add_sequence([1], stream=Stream(gone))):
-            with pytest.raises(ValueError, match="which has been destroyed"):
-                call()
-        cache.commit(sequence, stream=good)
-        cache.release(sequence, stream=good)
-        serve(cache, good, 1000, 4)
-        again = cache.add_sequence(list(range(9)), stream=good)
-        assert cache.cached_tokens(again) == 8
-        cupy.cuda.Device().synchronize()
-        blocks = cache.block_table(again).dense()[0][:2]
-        assert (cache.memory.device_pool.view(np.uint8).get().reshape(3, 2, 6, -1)[:, :, blocks] == 3).all()
-        cache.release(again)
-        cache.verify()
-
-
-def test_nothing_is_compiled_after_the_pool_is_made(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cuda.COPY_PATH, "kernel")
-    with KVCacheManager(LAYOUT, device_blocks=5, host_blocks=60, device="cuda", max_sequences=2) as cache:
-
-        def fail(*args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("compiled after a decision")
-
-        monkeypatch.setattr(cupy, "RawModule", fail)
-        for jitted in (function for function in vars(fragments).values() if hasattr(function, "overloads")):
-            monkeypatch.setattr(jitted, "compile", fail)
-        serve(cache, None, 0, 10)
-        sequence, table = cache.add_sequence([1, 2, 3]), cupy.full((1, 8), -7, np.int32)
-        cache.tables.copy_batch_block_offsets(table, sequence)
-        cupy.cuda.Device().synchronize()
-        assert table.get()[0, 0] >= 0
-        cache.release(sequence)

@@ -28,18 +28,6 @@ pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
 
 
-def test_the_device_tier_is_seen_by_other_packages_in_place(cupy: Any) -> None:
-    with KVCacheManager(LAYOUT, device_blocks=5, host_blocks=2, device="cuda") as cache:
-        pool = cache.memory.device_pool
-        assert pool.shape == LAYOUT.device_shape(5) and pool.dtype == np.float16
-        for view in (cupy.asarray(pool), cupy.from_dlpack(pool)):
-            assert view.__cuda_array_interface__["data"][0] == pool.__cuda_array_interface__["data"][0]
-            view[1, 0, 2] = 3
-        cupy.cuda.Device().synchronize()
-        assert (pool[1, 0, 2].get() == 3).all() and (pool[1, 0, 3].get() == 0).all()
-        assert isinstance(cache.memory.host_pool, np.ndarray)
-
-
 def test_exports_and_memory_of_the_caller_are_in_place(cupy: Any) -> None:
     owned = cupy.empty(5 * LAYOUT.block_bytes, cupy.uint8)
     with KVCacheManager(
@@ -229,4 +217,18 @@ def test_tokens_are_gathered_and_scattered_as_on_the_cpu(cupy: Any, staging: str
     device.synchronize()
     np.testing.assert_array_equal(pool.get().view(np.uint16), content.view(np.uint16))
     device.free(flat)
+    device.close()
+
+
+def test_pinned_memory_is_known_to_the_driver_until_it_is_freed(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 64 << 20)
+    runtime, device = cupy.cuda.runtime, CudaDevice()
+    array = device.allocate(200 << 20, "host")
+    first, last = array.ctypes.data, array.ctypes.data + array.nbytes - 1
+    assert not array.any()
+    assert [runtime.pointerGetAttributes(address).type for address in (first, last)] == [runtime.memoryTypeHost] * 2
+    device.free(array)
+    assert [runtime.pointerGetAttributes(address).type for address in (first, last)] == [
+        runtime.memoryTypeUnregistered
+    ] * 2
     device.close()

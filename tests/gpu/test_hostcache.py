@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import HostCache, HostTier, ModelIdentity, PagedKV, StagingBuffers, gather_kv
+from kvpool import HostCache, HostTier, ModelIdentity, PagedKV
 from kvpool.device.cuda import CudaDevice
 from kvpool.hostcache import HostCopies
 
@@ -96,30 +96,6 @@ def test_memory_that_cannot_be_pinned_is_refused(cupy: Any) -> None:
             HostCopies(tier, paged)
         with pytest.raises(ValueError, match="expected 'auto' or 'cuda'"):
             HostCopies(tier, paged, device="cpu")
-
-
-def test_a_device_of_the_callers_is_used_and_left_open(cupy: Any) -> None:
-    _, paged = engine(cupy, "L | B D")
-    device = CudaDevice()
-    with HostTier(HOST, LAYERS * PAGE, identity=IDENTITY) as tier:
-        for _ in range(2):
-            with HostCopies(tier, paged, device=device) as copies:
-                copies.copy_in([0], [0]).wait()
-    device.close()
-
-
-def test_chunks_of_a_prompt_are_gathered_in_one_call(cupy: Any) -> None:
-    arrays, paged = engine(cupy, "L | P B T H D")
-    slots = np.arange(5 * 8, 8 * 8)
-    parts = [cupy.zeros((2, LAYERS, tokens, 64), cupy.uint8) for tokens in (8, 16)]
-    gather_kv(paged, slots, StagingBuffers(parts), skip_prefix_n_tokens=9)
-    cupy.cuda.Device().synchronize()
-    whole = np.concatenate([part.get() for part in parts], axis=2)
-    expected = np.zeros_like(whole)
-    for t in range(9, 24):
-        for layer in range(LAYERS):
-            expected[:, layer, t] = (5 + t // 8) * LAYERS + layer
-    np.testing.assert_array_equal(whole, expected)
 
 
 def test_one_tier_serves_the_copies_of_several_gpus_of_a_process(cupy: Any) -> None:

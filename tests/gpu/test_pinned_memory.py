@@ -217,32 +217,3 @@ def test_memory_that_does_not_fit_is_refused_before_anything_is_pinned(cupy: Any
             MemoryPools(device, LAYOUT, 1, HOST_BLOCKS, host_memory=bad)
     assert kind_of(cupy, read_only.ctypes.data) == cupy.cuda.runtime.memoryTypeUnregistered
     device.close()
-
-
-def test_the_tier_that_a_device_takes_belongs_to_a_pool_of_cupys(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Any]()
-
-    class Noted(cupy.cuda.PinnedMemoryPool):  # type: ignore[misc, name-defined]
-        def __init__(self, *allocator: Any) -> None:
-            super().__init__(*allocator)
-            made.append((self, [] if allocator else None))
-
-        def malloc(self, nbytes: int) -> Any:
-            allocation = super().malloc(nbytes)
-            if blocks := next(blocks for pool, blocks in made if pool is self):
-                assert blocks[-1][0] + blocks[-1][1] == allocation.ptr
-            if blocks is not None:
-                blocks.append((allocation.ptr, allocation.mem.size))
-            return allocation
-
-    monkeypatch.setattr(cupy.cuda, "PinnedMemoryPool", Noted)
-    device = CudaDevice()
-    array = device.allocate(11 * PAGE + 1, "host")
-    (pool, blocks), *more = [pair for pair in made if pair[1] is not None]
-    assert not more and blocks == [(array.ctypes.data, 8 * PAGE), (array.ctypes.data + 8 * PAGE, 4 * PAGE)]
-    assert pool.n_free_blocks() == 0
-    device.free(array)
-    assert pool.n_free_blocks() == 0
-    assert kind_of(cupy, array.ctypes.data) == cupy.cuda.runtime.memoryTypeUnregistered
-    assert not array.any()
-    device.close()

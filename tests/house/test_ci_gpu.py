@@ -145,3 +145,11 @@ def test_a_tool_that_reports_nothing_has_not_passed(machine: Machine, body: str,
     lines = sums(machine, done)
     assert done.returncode == 3 and reason in lines.pop("initcheck")
     assert set(lines) == set(TOOLS) - {"initcheck"}
+
+
+@pytest.mark.gpu
+def test_an_emulated_driver_is_not_a_gpu(tmp_path: Path) -> None:
+    if "KVPOOL_EMULATED" not in os.environ:
+        pytest.skip("no emulated run")
+    status, out, error = run(tmp_path, PYTHON=sys.executable)
+    assert (status, out) == (2, "") and "an emulated driver is no GPU" in error

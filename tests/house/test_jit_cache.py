@@ -3,8 +3,6 @@ strangers."""
 
 from __future__ import annotations
 
-import ast
-import gc
 import json
 import os
 import re
@@ -21,9 +19,8 @@ import numpy as np
 import pytest
 from numba import types
 from numba.core import config
-from numba.core.errors import TypingError
 
-from kvpool.common.jit import cache, compiler, jit
+from kvpool.common.jit import cache, jit
 
 PACKAGE = Path(cache.__file__).parents[2]
 # A package with its own copy of the decorator. `entry` calls a helper of `helper`, which reads a constant of `numbers`;
@@ -228,24 +225,6 @@ def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path, withou
     assert report["values"] == VALUES and not cache_of(sample).exists()
 
 
-def test_every_private_name_of_numba_is_in_one_module_and_is_looked_for_before_it_is_used() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if path != Path(compiler.__file__):
-            assert not re.search(r"from numba\.core\.(?!base|typing)\w+ import", text), path
-    tree = ast.parse(Path(compiler.__file__).read_text(encoding="utf-8"))
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)}
-    asked = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "attrgetter"
-        for argument in node.args
-        for name in ast.literal_eval(argument).split(".")
-    }
-    ours = {"_placed", "_known", "_name_of", "_compiler", "_getframe", "_get_module_for_linking"}
-    assert used - ours <= asked, used - ours - asked
-
-
 SLOW = """
 import sys, time
 from sample.common.jit import cache
@@ -393,25 +372,6 @@ def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it(monkeypatch: 
         (library,) = function.libraries.values()  # type: ignore[attr-defined]
         (code,) = [function for function in library.module.functions if not function.is_declaration]
         assert (b"alwaysinline" in b" ".join(code.attributes)) == asked, function
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collector_is_as_it_was_after_a_compilation(enabled: bool) -> None:
-    seen = []
-
-    @jit
-    def broken(x):
-        return x.no_such_attribute
-
-    before = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with pytest.raises(TypingError):
-            broken(1)
-        seen.append(gc.isenabled())
-    finally:
-        (gc.enable if before else gc.disable)()
-    assert seen == [enabled]
 
 
 # -- names ---------------------------------------------------------------------------------------

@@ -157,24 +157,3 @@ def test_what_the_command_cannot_compare_is_an_error_of_the_user(
 
 # ----------------------------------------
 # The tables of policies: each has a row for each capacity, and where all fits, every policy hits the same.
-
-
-@pytest.mark.parametrize("table", [name for name in policies.TABLES if name != "constants"])
-def test_a_table_has_a_row_for_each_capacity(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = []
-    for turn in range(12):
-        for chat in range(3):
-            ids = [1000 * chat + i for i in range(2 * turn + 2)]
-            rows.append({"timestamp": 1000 * turn, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids})
-    trace = tmp_path / "chats.jsonl"
-    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = ["lru"] if table == "hostcache" else ["lru", "adaptive"]
-    policies.main(
-        [table, str(trace), "--blocks", "256", "4000", "--host", "8", "--store", "4000", "--policies", *names]
-    )
-    header, little, much = capsys.readouterr().out.splitlines()
-    hits = [[float(cell) for cell in row.split("|")[3:-1]] for row in (little, much)]
-    assert header.count("`") == 2 * len(names) and len(set(hits[1])) == 1
-    whole = 100 * sum(2 * turn for turn in range(12)) / sum(2 * turn + 2 for turn in range(12))
-    assert hits[1][0] == pytest.approx(whole, abs=0.01) or (table == "recurrent" and hits[1][0] <= whole)
-    assert table == "store" or max(hits[0]) <= hits[1][0]

@@ -77,20 +77,6 @@ def test_other_bytes_at_a_reuse_are_a_failure_that_names_the_place() -> None:
         rig.verifier.check(blocks(2, 4), states(7), "was overwritten while in use")
 
 
-def test_copies_carry_content_through_both_tiers() -> None:
-    rig = Rig()
-    rig.verifier.write(blocks(0, 1), 0, states(8))
-    rig.copy((0, DEVICE, T), (1, DEVICE + 1, T))
-    rig.verifier.write(blocks(0, 1), 0, states(8, salt="other"))
-    rig.copy((DEVICE, 2, T), (DEVICE + 1, 3, 3))
-    rig.verifier.raise_failure()
-    rig.verifier.check(blocks(2, 3), states(7), "was handed out as cached")
-    verified = rig.verifier.verified
-    assert (verified.offloaded_blocks, verified.onboarded_blocks, verified.partial_copies) == (2, 1, 1)
-    token = LAYOUT.token_bytes
-    assert rig.device.copied_bytes.tolist() == [8 * token, 7 * token, 0]
-
-
 def test_moves_of_one_batch_are_followed_in_order() -> None:
     seed = 3
     print(f"seed {seed}")
@@ -158,16 +144,3 @@ def test_a_device_that_stops_half_way_is_followed_half_way() -> None:
     rig.copy((2, 4, T))
     rig.verifier.raise_failure()
     rig.verifier.check(blocks(4), states(4), "was handed out as cached")
-
-
-def test_metered_device_counts_copies_and_changes_nothing() -> None:
-    device = WatchedDevice(CpuDevice())
-    pools = MemoryPools(device, LAYOUT, DEVICE, HOST)
-    pools.device_pool[:, :, 1] = 5
-    device.copy_blocks(np.array([[1, DEVICE, T, 0], [1, 2, 1, 0]], dtype=np.int64))
-    assert (pools.host_pool[0] == 5).all() and (pools.device_pool[:, :, 2, :1] == 5).all()
-    assert device.copied_bytes.tolist() == [LAYOUT.block_bytes, 0, LAYOUT.token_bytes]
-    assert 0 < device.copy_ns <= device.away_ns
-    assert (device.name, device.one_memory) == ("cpu", True)
-    pools.close()
-    device.close()

@@ -37,23 +37,6 @@ def test_lengths_and_indices_agree_with_the_tokens() -> None:
         assert request.prompt().min() >= 0 and request.input_length >= 1
 
 
-def test_chats_continue_with_what_was_answered_and_start_with_shared_prompts() -> None:
-    requests = synthetic(200).requests
-    heads = {request.prompt()[:300].tobytes() for request in requests}
-    assert len(heads) == 4
-    ends = {(r.salt, r.adapter_id, np.concatenate([r.prompt(), r.output()]).tobytes()) for r in requests}
-    lengths = {len(tokens) for _, _, tokens in ends}
-    continued = sum(
-        any(
-            (r.salt, r.adapter_id, r.prompt().tobytes()[:length]) in ends
-            for length in lengths
-            if length < 4 * r.input_length
-        )
-        for r in requests
-    )
-    assert continued > 100
-
-
 # ----------------------------------------
 # The token streams of the replay are those of the shared protocol.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -120,20 +119,6 @@ def waited_for(opened: list[staged.StagedBlocks]) -> int:
     return sum(len(blocks._hits._open) for blocks in opened if blocks._hits is not None)
 
 
-def test_objects_that_lmcache_unlocks_unloaded_stand_before_no_others(
-    make: Any, opened: list[staged.StagedBlocks]
-) -> None:
-    adapter = make(load="faster", compute_seconds=60)
-    adapter.submit_unlock(keys(3))
-    assert lab.store(adapter, keys(6), objects(6, first=0)).is_successful()
-    assert lab.look_up(adapter, keys(6), {0: LAYOUT}) == list(range(6))
-    adapter.submit_unlock(keys(4, first=2))
-    assert waited_for(opened) == 2
-    assert lab.load(adapter, keys(2), objects(2)) == [0, 1]
-    assert waited_for(opened) == 0
-    assert lab.look_up(adapter, keys(6), {0: LAYOUT}) == list(range(6)), "a store has no locks"
-
-
 def test_lmcache_unlocks_what_it_has_found_and_does_not_load(
     stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
 ) -> None:
@@ -192,23 +177,6 @@ def test_nothing_is_found_of_another_layout_or_other_weights(make: Any) -> None:
     assert lab.look_up(make(), keys(1), {0: LAYOUT}) == [0]
 
 
-def test_objects_of_bytes_need_a_name_of_the_type_of_their_elements(
-    make: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Engines keep all 8-bit types as bytes."""
-    adapter = make(kv_dtype="")
-    with caplog.at_level(logging.ERROR, "lmcache.kvpool"):
-        assert not lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
-        assert lab.look_up(adapter, keys(1), {0: LAYOUT}) == [] == lab.load(adapter, keys(1), objects(1))
-    assert [record.message.partition(":")[2] for record in caplog.records] == [
-        " kv_dtype: expected a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2', since "
-        "torch.uint8 may be any type, got none"
-    ]
-    halves = memory_object(SIZE, 0)
-    halves.metadata.shape, halves.metadata.dtype = torch.Size([SIZE // 2]), torch.bfloat16
-    assert lab.store(adapter, keys(1), [halves]).is_successful()
-
-
 def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
     make: Any, stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
 ) -> None:
@@ -262,15 +230,6 @@ def test_deleted_objects_are_gone_and_counted_once(make: Any) -> None:
     adapter.delete([*keys(2), *keys(1, model="unknown")])
     assert lab.look_up(adapter, keys(3), {0: LAYOUT}) == [2]
     assert adapter.get_usage().bytes_by_cache_salt == {"": SIZE}
-
-
-def test_sizes_without_a_store_of_their_own_are_not_kept(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    adapter = make(stores="disk:/kv")
-    with caplog.at_level(logging.ERROR, "lmcache.kvpool"):
-        result = lab.store(adapter, keys(2), [memory_object(SIZE, 0), memory_object(2 * SIZE, 1)])
-    assert not result.is_successful()
-    assert lab.load(adapter, keys(1), objects(1)) == [0]
-    assert f"objects of {2 * SIZE} bytes beside [{SIZE}] need a store with {{part}}" in caplog.text
 
 
 def test_tasks_beyond_the_bound_end_at_once(

@@ -177,20 +177,6 @@ def test_a_pool_beside_kv_that_has_less_limits_the_hit(attach: Any) -> None:
     assert backend.batch_exists_v2(["unknown", *keys]).kv_hit_pages == 0
 
 
-def test_what_does_not_fit_is_refused_page_by_page(attach: Any) -> None:
-    pool = host_pool("page_first")
-    backend = attach(pool).storage_backend
-    page = pool.get_dummy_flat_data_page()
-    assert backend.set("a", page) and backend.exists("a") and not backend.exists("b")
-    assert backend.get("a", torch.empty_like(page)) is not None and backend.get("b", page) is None
-    assert backend.get("a", page[:-1]) is None and backend.get("a") is None
-    assert not backend.set("c", page[:-1]) and not backend.set("c", None) and not backend.exists("c")
-    assert backend.batch_get_v1(["a"], torch.arange(PAGE - 1)) == [False]
-    assert backend.batch_set_v1(["a"], torch.arange(2 * PAGE)) == [False]
-    assert backend.batch_get_v2([PoolTransfer(PoolName.SWA, keys=["a"])]) == {PoolName.SWA: [False]}
-    assert backend.batch_set_v2([PoolTransfer(PoolName.KV, keys=["a"])]) == {PoolName.KV: [False]}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -270,16 +256,3 @@ def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
     config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, weights="1", stores="memory:?capacity=1MiB")
     with pytest.raises(ValueError, match="mooncake, peer, s3"):
         StorageBackendFactory.create_backend("dynamic", config, pool)
-
-
-def test_sglangs_metrics_get_pages_and_speed_once(attach: Any) -> None:
-    pool = host_pool("page_first")
-    assert attach(pool, stores="disk:/other").storage_backend.get_stats() is None
-    backend = attach(pool, metrics=True).storage_backend
-    kept = pool.alloc(3 * PAGE)
-    backend.batch_set_v1(["a", "b", "c"], kept)
-    backend.batch_get_v1(["a", "b", "d"], kept)
-    stats = backend.get_stats()
-    assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [2])
-    assert len(stats.backup_bandwidth) == 1 and stats.prefetch_bandwidth[0] > 0
-    assert backend.get_stats().backup_pgs == []

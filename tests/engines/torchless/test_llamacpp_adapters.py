@@ -170,29 +170,17 @@ def test_after_a_request_that_fails_the_next_one_has_its_own_adapters(lab: Lab) 
         assert answer(cache, tokens, lora=A) == (lab.fresh(tokens, A), 199)
 
 
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"cache_prompt": False}, "cache_prompt"),
-        ({"id_slot": 0}, "id_slot"),
-        ({"n_cache_reuse": 64}, "n_cache_reuse"),
-        ({"n_cmpl": 2}, "n_cmpl"),
-        ({"stream": True}, "stream"),
-        ({"response_fields": ["content"]}, "response_fields"),
-        ({"lora": [{"id": 2, "scale": 1.0}]}, "lora"),
-        ({"rope_freq_base": 5000.0}, "rope_freq_base"),
-        ({"temprature": 0.0}, "did you mean temperature"),
-    ],
-)
-def test_a_setting_that_is_refused_changes_nothing(lab: Lab, settings: dict[str, Any], word: str) -> None:
+def test_a_setting_that_is_refused_changes_nothing(lab: Lab) -> None:
     tokens = prompt(100, 1)
     with lab.cache() as cache:
         answer(cache, tokens)
         before = cache.stats()
-        with pytest.raises(ValueError, match=word):
-            cache.complete(tokens, **settings)
-        with pytest.raises(ValueError, match=word):
-            cache.chat([{"role": "user", "content": "1"}], **settings)
+        for setting in ({"cache_prompt": False}, {"lora": [{"id": 2, "scale": 1.0}]}, {"rope_freq_base": 5.0}):
+            (name,) = setting
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                cache.complete(tokens, **setting)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                cache.chat([{"role": "user", "content": "1"}], **setting)  # type: ignore[arg-type]
         assert cache.stats() == before
         assert answer(cache, tokens)[1] == 99
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ pytest.importorskip("mlx_lm", reason="needs mlx-lm: python -m tests.engines torc
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
-from kvpool import PoolClosed
 from kvpool.integrations.local import state_keys
 from tests.engines.torchless import mlx_lab
 
@@ -70,20 +69,6 @@ def test_a_prompt_larger_than_the_memory_keeps_its_beginning() -> None:
         assert cache.stats().skipped == {"crowded": 1}
 
 
-def test_what_does_not_fit_the_layout_is_not_kept_and_counted() -> None:
-    model, tokens = mlx_lab.model_of("full attention"), prompt(40)
-    with mlx_lab.prompt_cache("full attention", model) as cache:
-        quantised = mlx_lab.empty("quantised", model)
-        mlx_lab.compute(model, tokens, quantised)
-        cache.insert_cache("model", tokens, quantised)
-        both = mlx_lab.empty("full attention", model)
-        mx.eval(model(mx.array([tokens, tokens]), cache=both))
-        cache.insert_cache("model", tokens, both)
-        cache.insert_cache("model", [], mlx_lab.empty("full attention", model))
-        assert len(cache) == 0
-        assert cache.stats().skipped == {"unknown": 1, "batched": 1}
-
-
 def test_a_state_of_more_tokens_than_were_named_is_not_kept() -> None:
     kind, tokens = "recurrent hybrid", prompt(40)
     model = mlx_lab.model_of(kind)
@@ -92,19 +77,6 @@ def test_a_state_of_more_tokens_than_were_named_is_not_kept() -> None:
         cache.insert_cache("model", tokens[:-1], caches)
         assert cache.fetch_nearest_cache("model", tokens)[0] is None
         assert cache.stats().skipped == {"ahead": 1}
-
-
-def test_the_first_call_says_that_no_block_fits_and_that_weights_are_missing(tmp_path: Path) -> None:
-    model = mlx_lab.model_of("full attention")
-    with mlx_lab.prompt_cache("full attention", model, host_bytes=100) as small:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="host_bytes: expected 6144 bytes or more, for one block, got 100"):
-                small.fetch_nearest_cache("model", [1, 2])
-    with mlx_lab.prompt_cache("full attention", model, stores=f"disk:{tmp_path / 'kv'}?capacity=1MiB") as nameless:
-        with pytest.raises(ValueError, match="name its weights"):
-            nameless.fetch_nearest_cache("no/folder", [1, 2])
-    with pytest.raises(PoolClosed):
-        nameless.fetch_nearest_cache("model", [1, 2])
 
 
 # -- stores ----------------------------------------------------------------------------------------------
@@ -257,24 +229,31 @@ def test_images_are_in_the_key_by_the_ids_that_the_server_gives_them() -> None:
         assert len(cache.fetch_nearest_cache("model", [*keys[1], 5])[1]) == 81 - 32
 
 
-@pytest.mark.parametrize("change", ["window", "max_kv_size", "bits", "element type"])
+CHANGES: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
+    "quantised": ("full attention", lambda caches: [QuantizedKVCache(mlx_lab.GROUP, mlx_lab.BITS) for _ in caches]),
+    "window": (
+        "sliding windows",
+        lambda caches: [RotatingKVCache(16) if isinstance(leaf, RotatingKVCache) else leaf for leaf in caches],
+    ),
+    "max_kv_size": ("full attention", lambda caches: [RotatingKVCache(16, keep=4) for _ in caches]),
+    "bits": ("quantised", lambda caches: [QuantizedKVCache(mlx_lab.GROUP, 4) for _ in caches]),
+    "element type": ("full attention", lambda caches: caches),
+    "two prompts": ("full attention", lambda caches: caches),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_caches_of_other_settings_are_not_kept_and_counted(change: str) -> None:
-    kind = {"window": "sliding windows", "bits": "quantised"}.get(change, "full attention")
+    kind, changed = CHANGES[change]
     model, other, tokens = mlx_lab.model_of(kind), mlx_lab.model_of(kind), prompt(40)
-    caches = mlx_lab.empty(kind, model)
-    if change == "window":
-        caches = [RotatingKVCache(16) if isinstance(leaf, RotatingKVCache) else leaf for leaf in caches]
-    elif change == "max_kv_size":
-        caches = [RotatingKVCache(16, keep=4) for _ in caches]
-    elif change == "bits":
-        caches = [QuantizedKVCache(mlx_lab.GROUP, 4) for _ in caches]
-    else:
+    if change == "element type":
         other.set_dtype(mx.float32)
-    mlx_lab.compute(other, tokens, caches)
+    caches = changed(mlx_lab.empty(kind, model))
+    mx.eval(other(mx.array([tokens] * (1 + (change == "two prompts"))), cache=caches))
     with mlx_lab.prompt_cache(kind, model) as cache:
         cache.insert_cache("model", tokens, caches)
         assert len(cache) == 0
-        assert cache.stats().skipped == {"unknown": 1}
+        assert cache.stats().skipped == {"batched" if change == "two prompts" else "unknown": 1}
 
 
 # -- the server ------------------------------------------------------------------------------------------
