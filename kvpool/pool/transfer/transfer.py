@@ -332,8 +332,8 @@ class Transfer:
         make: Callable[..., Any],
         *call: Any,
     ) -> Any:
-        """``make`` a call of a verb, which is its function and arguments, on a device that is not synchronous. ``stream`` is the one that the call names, if
-        any.
+        """``make`` a call of a verb, which is its function and arguments, on a device that is not synchronous.
+        ``stream`` is the one that the call names, if any.
 
         ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
         ValueError if work cannot be enqueued on the stream of one of them now; nothing has been decided then.
