@@ -96,7 +96,7 @@ MUTATIONS = (
         "self._store.load(keys.copy(), rows.copy(), lambda: request.done)",
         "self._store.load(np.array(keys, copy=None), rows, lambda: request.done)",
         "A store has one row checked, and another one trusted.",
-        ("tests/stores/test_queue.py::test_a_block_in_another_row_than_its_own_is_damaged",),
+        ("tests/stores/test_queue.py::test_a_block_in_another_row_or_under_another_key_is_damaged[its row]",),
     ),
     Mutation(
         "a_code_becomes_a_byte_before_it_is_checked",

@@ -65,7 +65,7 @@ MUTATIONS = (
         "hashlib.blake2b(self._identity, key=self._tags, digest_size=MODEL_BYTES)",
         'hashlib.blake2b(b"", key=self._tags, digest_size=MODEL_BYTES)',
         "New weights of one model take the blocks of all others along.",
-        ("tests/stores/test_secrets.py::test_the_tags_of_a_model_begin_alike_and_those_of_others_do_not",),
+        ("tests/stores/test_secrets.py::test_no_two_models_or_secrets_share_a_key_or_a_tag",),
     ),
     Mutation(
         "a_forget_of_nothing_waits_for_no_commit",

@@ -51,7 +51,7 @@ MUTATIONS = (
         "self._identity",
         "b''",
         "Two models that share a store drop each other's blocks as damaged.",
-        _seal("test_two_models_share_no_key_and_no_namespace"),
+        _seal("test_no_two_models_or_secrets_share_a_key_or_a_tag"),
     ),
     Mutation(
         "models_share_namespaces",
@@ -59,7 +59,7 @@ MUTATIONS = (
         "self._identity + namespace",
         "namespace",
         "Who sees the names of namespaces in a store learns that two models have one tenant.",
-        _seal("test_two_models_share_no_key_and_no_namespace"),
+        _seal("test_no_two_models_or_secrets_share_a_key_or_a_tag"),
     ),
     Mutation(
         "a_seal_leaves_out_what_the_block_depends_on",

@@ -49,7 +49,6 @@ def header(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason", "id"),
     [
-        (b"", "not JSON", 0),
         (b"\xff\x00", "not JSON", 0),
         (b"[" * 5000, "not JSON", 0),
         (b"9" * 5000, "not JSON", 0),
@@ -57,19 +56,16 @@ def header(**changes: Any) -> bytes:
         (b" " * (HEADER_BYTES_MAX + 1), "header: expected up to 16384 bytes, got 16385", 0),
         (header(kind="hello"), "kind: expected one of blocks, found, got 'hello'", 7),
         (header(kind=["blocks"]), "kind", 7),
-        (header(kind=...), "kind: expected one of blocks, found, got None", 7),
         (header(id=...), "missing or unknown", 0),
         (header(more=1), "missing or unknown", 7),
         (header(found=...), "missing or unknown", 7),
         (header(id=-1), r"blocks\.id: expected an integer of 63 bits, got -1", 0),
         (header(id=1 << 63), r"blocks\.id: expected an integer of 63 bits, got .*", 0),
-        (header(id=1.0), r"blocks\.id: expected an integer of 63 bits, got 1\.0", 0),
         (header(id=True), r"blocks\.id: expected an integer of 63 bits, got True", 0),
         (header(id="7"), r"blocks\.id: expected an integer of 63 bits, got '7'", 0),
-        (header(found=11), r"blocks\.found: expected up to 4096 characters, got 11", 7),
         (header(found="1" * 4097), r"blocks\.found: expected up to 4096 characters, got '.*", 7),
     ],
-    ids=range(19),
+    ids=range(15),
 )
 def test_what_is_not_a_message_is_named(data: bytes, reason: str, id: int) -> None:
     with pytest.raises(Malformed, match=reason) as caught:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import HostCache, HostTier
-from kvpool.storage.host_storage_manager import HostStorageManager
+from kvpool.storage.host_storage_manager import HostStorageManager, HostStorageManagerStats
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
@@ -45,6 +45,17 @@ class Engine:
         self.write(count, first)
         assert self.manager.drain(600)
         self.cache.forget(names(count, first))
+
+    @property
+    def stats(self) -> HostStorageManagerStats:
+        return self.manager.stats()
+
+    def drain(self) -> None:
+        assert self.manager.drain(600)
+
+    def look(self, count: int, first: int = 0) -> list[int]:
+        """What one lookup says of each."""
+        return self.manager.lookup(names(count, first)).tolist()
 
     def ask(self, count: int, first: int = 0) -> list[int]:
         """Look up keys and read their blocks once. Return ABSENT or HERE for each."""
@@ -87,6 +98,10 @@ class Engine:
         self.cache.verify()
         self.cache.close()
         self.tier.close()
+
+
+Make = Callable[..., Engine]
+"""Makes engines."""
 
 
 def number_of(key: bytes) -> int:

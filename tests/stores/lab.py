@@ -123,6 +123,10 @@ class Gate:
         self.reached.set()
         assert self._open.wait(600)
 
+    def wait(self) -> None:
+        """Until a call has come."""
+        assert self.reached.wait(600)
+
     def open(self) -> None:
         self._open.set()
 

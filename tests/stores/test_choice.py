@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from asv_bench.load_grid import cell, lost_most
 from kvpool.storage.choice import BUDGET, Load, LoadOrCompute, Speed
 from tests.seeds import some_of
 from tests.stores.choice_grid import SCENARIOS
-from tests.stores.clock import Simulation, World, arrivals, grid, made_arrivals, means
+from tests.stores.clock import World, arrivals, grid, made_arrivals, means
 
 REQUESTS = arrivals(600)
 MIB = 1 << 20
@@ -68,17 +66,6 @@ def test_collapses_in_mid_load_cost_little(world: World, collapse: float) -> Non
     assert latencies["choice"] <= 1.02 * latencies["none"]
 
 
-def test_a_store_that_is_back_is_used_again() -> None:
-    """Half of the run it gives nothing. What it saves then is more than half of what it saves without a collapse, less
-    the time to see that it is back."""
-    world = World(1e-3, 20e9)
-    plain = means(world, REQUESTS)
-    collapsed = Simulation(replace(world, collapse=0.0, every=40, lasts=40), REQUESTS, "choice")
-    saved = plain["none"] - float(collapsed.run().mean())
-    assert collapsed.late > 4
-    assert saved > 0.25 * (plain["none"] - plain["choice"])
-
-
 @pytest.mark.parametrize(
     ("users", "bandwidth"),
     some_of(3, [(1, 1e9), (4, 1e9), (16, 20e9), (1, 0.5e9), (1, 4e9), (4, 4e9), (16, 2e9)]),
@@ -88,23 +75,6 @@ def test_neither_the_mean_nor_the_tail_loses_to_what_is_fixed(users: int, bandwi
     losses = cell(2_048, users, bandwidth, requests=400)
     assert losses.mean <= 1.02 and losses.tail <= 1.10, losses
     assert losses.lost <= lost_most(users), losses
-
-
-@pytest.mark.parametrize("bandwidth", [2e9, 20e9])
-def test_what_many_users_lose_before_a_store_is_known_is_bounded(bandwidth: float) -> None:
-    """Those who would wait for the engine in any case ask the store meanwhile."""
-    losses = cell(512, 16, bandwidth, requests=400)
-    assert losses.mean <= 1.02 and losses.lost <= lost_most(16) / 2, losses
-
-
-def test_a_load_from_a_store_that_nobody_knows_is_over_before_the_engine_is_free() -> None:
-    choice = LoadOrCompute(1_000.0, MIB, 16)
-    loads = [choice.choose(100, spare=2.0) for _ in range(20)]
-    assert all(load.blocks == 100 and load.until < 2.0 for load in loads), "a hit takes 1.6 s"
-    for load in loads:
-        assert choice.late(load, 0, load.until)
-        choice.end(load, 0, load.until)
-    assert choice.choose(100).blocks == 100, "they teach nothing, and cost nothing"
 
 
 # -- the bound -----------------------------------------------------------------------------------------
@@ -212,23 +182,6 @@ def test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_s
     assert not other.blocks, "a store that does not keep its promises is waited for no more"
 
 
-def test_a_probe_leaves_what_is_spare_as_it_was_given() -> None:
-    """It ends before the engine is free, so it has cost nothing."""
-    choice = LoadOrCompute(1_000.0, MIB, 16)
-    load = choice.choose(100, spare=2.0)
-    assert load.spare == 2.0 and load.until < 2.0
-    choice.end(load, 0, load.until)
-    assert choice.choose(100).blocks == 100
-
-
-def test_time_that_the_engine_would_have_waited_anyway_is_not_a_loss() -> None:
-    choice = trained(latency=0.01, bandwidth=120e6)
-    for _ in range(200):
-        load = choice.choose(100, spare=5.0)
-        assert load.blocks == 100
-        choice.end(load, 100, 4.0)
-
-
 def test_many_loads_at_once_share_what_may_be_lost() -> None:
     """After a long good past, a store may die while many loads are on their way."""
     choice = trained(latency=0.01, bandwidth=1e9, hits=500)
@@ -316,56 +269,7 @@ def test_a_load_that_nobody_waits_for_teaches_nothing() -> None:
     assert chooser.expected() == other.expected()
 
 
-def test_nothing_there_is_nothing_to_load() -> None:
-    assert LoadOrCompute(1_000.0, MIB, 16).choose(0).blocks == 0
-
-
-def test_the_first_hit_is_loaded() -> None:
-    load = LoadOrCompute(1_000.0, MIB, 16).choose(100)
-    assert load.blocks == 100 and load.until < 100 * 16 / 1_000
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda choice: choice.choose(-1),
-        lambda choice: choice.choose(4, -1),
-        lambda choice: choice.choose(4, 0, math.nan),
-        lambda choice: choice.choose(4, 0, 0.0, -1.0),
-    ],
-)
-def test_a_call_that_raises_has_changed_nothing(call: Any) -> None:
-    chooser, other = trained(0.01, 1e9), trained(0.01, 1e9)
-    loads = chooser.choose(100), other.choose(100)
-    with pytest.raises((TypeError, ValueError), match=": expected .*, got "):
-        call(chooser)
-    assert loads[0].until == loads[1].until
-    chooser.end(loads[0], 100, 0.5)
-    other.end(loads[1], 100, 0.5)
-    assert chooser.choose(100).until == other.choose(100).until
-
-
-@pytest.mark.parametrize("bad", [0, 5e-324, 10**400, -1.0, math.nan, math.inf, "fast", True])
-def test_bad_speeds_are_named(bad: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="prefill_tokens_per_s: .*"):
-        LoadOrCompute(bad, 4096, 16)
-
-
 # -- the estimate --------------------------------------------------------------------------------------
-
-
-def test_latency_and_bandwidth_are_estimated_separately() -> None:
-    speed = Speed()
-    for blocks in (1, 50, 3, 200):
-        speed.observe(blocks * MIB, 0.02 + blocks * MIB / 3e9)
-    assert speed.latency == pytest.approx(0.02) and 1 / speed.per_byte == pytest.approx(3e9)
-
-
-def test_loads_of_one_size_do_not_divide_by_nothing() -> None:
-    speed = Speed()
-    for _ in range(50):
-        speed.observe(MIB, 0.5)
-    assert speed.seconds(MIB) == pytest.approx(0.5)
 
 
 def test_the_mean_of_noisy_loads_is_found() -> None:
@@ -376,12 +280,3 @@ def test_the_mean_of_noisy_loads_is_found() -> None:
         speed.observe(blocks * MIB, right * random.lognormvariate(-0.125, 0.5))
         errors.append(speed.seconds(50 * MIB) / (0.02 + 50 * MIB / 1e9))
     assert sum(errors) / len(errors) == pytest.approx(1.0, abs=0.1)
-
-
-def test_one_load_moves_the_estimate_by_a_limited_factor() -> None:
-    speed = Speed()
-    for blocks in (1, 100, 1, 100):
-        speed.observe(blocks * MIB, 0.001 + blocks * MIB / 1e9)
-    before = speed.seconds(100 * MIB)
-    speed.observe(100 * MIB, 1e6)
-    assert before < speed.seconds(100 * MIB) <= 8 * before

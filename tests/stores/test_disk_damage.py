@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.storage import ABSENT, DAMAGED, OK, REFUSED
+from kvpool.storage import ABSENT, DAMAGED, OK, REFUSED, StoreRequest
 from kvpool.storage.backends.disk import DiskStore, disk_store
 from kvpool.storage.backends.disk.folder import Folder
 from kvpool.storage.backends.disk.slot_index import PAGE_BYTES
@@ -119,14 +120,11 @@ def change(folder: Path, command: str, *arguments: object) -> None:
         "DELETE FROM store",
         "INSERT INTO store SELECT * FROM store",
         "UPDATE store SET block_bytes = 'many'",
-        "UPDATE store SET slots = -1",
         "UPDATE store SET slots = 9223372036854775807",
         "UPDATE store SET secret = NULL",
-        "DROP TABLE store",
         "DROP TABLE pages",
         "ALTER TABLE pages RENAME COLUMN content TO other",
         "UPDATE pages SET content = 'text'",
-        "UPDATE pages SET content = x'00'",
         "UPDATE pages SET number = number - 5",
         "UPDATE pages SET number = number + 1000000",
         f"UPDATE pages SET content = randomblob({PAGE_BYTES})",
@@ -155,20 +153,17 @@ _NO_TABLES_OF_OURS = {
         f"SELECT n, NULL FROM ({_ENDLESS} FROM c) WHERE n < 0; END",
     ],
     "a trigger that refuses": ["CREATE TRIGGER t AFTER INSERT ON store BEGIN SELECT raise(abort, 'no'); END"],
-    "a trigger that deletes": ["CREATE TRIGGER t AFTER INSERT ON pages BEGIN DELETE FROM pages; END"],
     "a column that is computed": [
         "DROP TABLE pages",
         "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB GENERATED ALWAYS AS (zeroblob(4232)) VIRTUAL)",
     ],
     "an index": ["CREATE INDEX i ON pages (content)"],
-} | {
-    f"a number that is {value}": [
+    "a number of another type": [
         "ALTER TABLE pages RENAME TO old",
         "CREATE TABLE pages (number, content)",
-        f"INSERT INTO pages SELECT {value}, content FROM old",
+        "INSERT INTO pages SELECT 9e999, content FROM old",
         "DROP TABLE old",
-    ]
-    for value in ("'x'", "NULL", "0.5", "9e999", "x'00'")
+    ],
 }
 
 
@@ -185,8 +180,6 @@ def test_tables_that_no_store_has_made_are_put_aside(folder: Path, commands: lis
     [
         "UPDATE pages SET content = zeroblob(40000000) WHERE number = 0",
         "UPDATE store SET secret = zeroblob(40000000)",
-        "INSERT INTO store WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c LIMIT 200000) "
-        "SELECT 1, 1, 1, x'00', 1 FROM c",
         "INSERT INTO pages WITH RECURSIVE c(n) AS (SELECT 1000 UNION ALL SELECT n + 1 FROM c LIMIT 200000) "
         "SELECT n, x'' FROM c",
     ],
@@ -247,22 +240,26 @@ def test_the_files_of_two_stores_do_not_mix(tmp_path: Path, folder: Path) -> Non
 # -- slots that are used again -------------------------------------------------------------------------
 
 
+def crash_at(faulty: Faulty, at: str, folder: Path, call: Callable[[], StoreRequest], ok: int = 1) -> Path:
+    """The files as a crash leaves them when a save makes this call of the system. The save ends afterwards."""
+    gate = faulty.before[at] = Gate()
+    job = call()
+    gate.wait()
+    left = crash(folder, folder.with_name("before"))
+    gate.open()
+    assert returned(job).ok == ok
+    return left
+
+
 @pytest.mark.parametrize("at", ["pwritev", "fdatasync", "COMMIT"])
-def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
+def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str, faulty: Faulty) -> None:
     """The old row may still name the slot. Its MAC shows that the bytes are not its own."""
-    faulty, gate = Faulty(), Gate()
-    store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
-    with open_queue(store) as queue:
-        old = saved(queue, 1)
-        new = keys_of(queue, 1, 7)
+    place = tmp_path / "store"
+    with open_queue(DiskStore(place, BLOCK_BYTES, system=faulty.system)) as queue:
+        old, new = saved(queue, 1), keys_of(queue, 1, 7)
         queue.memory[0] = content(7)
-        faulty.before[at] = gate
-        job = queue.save(new, np.arange(1))
-        assert gate.reached.wait(600)
-        before = crash(tmp_path / "store", tmp_path / "before")
-        gate.open()
-        assert job.wait(600, returned=True) and job.ok == 1
-        after = crash(tmp_path / "store", tmp_path / "after")
+        before = crash_at(faulty, at, place, lambda: queue.save(new, np.arange(1)))
+        after = crash(place, tmp_path / "after")
     for folder, expected in ((before, [OK if at == "pwritev" else DAMAGED, ABSENT]), (after, [ABSENT, OK])):
         with open_queue(DiskStore(folder)) as queue:
             came = [codes_of(queue.load(key, np.array([row])))[0] for row, key in enumerate((old, new))]
@@ -272,19 +269,15 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
 
 @pytest.mark.parametrize("closings", [0, 2])
 @pytest.mark.parametrize("taken", [True, False], ids=["bytes taken", "bytes there"])
-def test_a_block_that_was_there_at_a_crash_is_made_durable_once(tmp_path: Path, taken: bool, closings: int) -> None:
+def test_a_block_that_was_there_at_a_crash_is_made_durable_once(
+    tmp_path: Path, taken: bool, closings: int, faulty: Faulty
+) -> None:
     """The row is there in both cases, so that a save could take it for saved."""
-    faulty, gate = Faulty(), Gate()
-    store = DiskStore(tmp_path / "store", 2 * BLOCK_BYTES, system=faulty.system)
-    with open_queue(store) as queue:
+    place, at = tmp_path / "store", "fdatasync" if taken else "pwritev"
+    with open_queue(DiskStore(place, 2 * BLOCK_BYTES, system=faulty.system)) as queue:
         old = saved(queue, 1, limit=1)
         queue.memory[1] = content(7)
-        faulty.before["fdatasync" if taken else "pwritev"] = gate
-        job = queue.save(keys_of(queue, 1, 7), np.arange(1, 2), limit=1)
-        assert gate.reached.wait(600)
-        left = crash(tmp_path / "store", tmp_path / "left")
-        gate.open()
-        assert job.wait(600, returned=True)
+        left = crash_at(faulty, at, place, lambda: queue.save(keys_of(queue, 1, 7), np.arange(1, 2), limit=1))
     for _ in range(closings):
         open_queue(DiskStore(left)).close()
     with open_queue(DiskStore(left)) as queue:
@@ -311,65 +304,37 @@ def loaded(folder: Path, count: int = 4) -> list[int]:
 
 @pytest.mark.parametrize("at", ["pwritev", "fdatasync", "COMMIT"])
 def test_a_crash_while_a_block_gets_other_bytes_leaves_the_old_or_the_new(
-    tmp_path: Path, doubtful: Path, at: str
+    tmp_path: Path, doubtful: Path, at: str, faulty: Faulty
 ) -> None:
-    faulty, gate = Faulty(), Gate()
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         fill(queue.memory, 4, 4)
-        faulty.before[at] = gate
-        job = queue.save(keys_of(queue, 4), np.arange(4))
-        assert gate.reached.wait(600)
-        left = crash(doubtful, tmp_path / "again")
-        gate.open()
-        assert job.wait(600, returned=True) and job.ok == 4
+        left = crash_at(faulty, at, doubtful, lambda: queue.save(keys_of(queue, 4), np.arange(4)), ok=4)
         later = crash(doubtful, tmp_path / "later")
     assert (loaded(left), loaded(later)) == ([0, 1, 2, 3], [4, 5, 6, 7])
 
 
 @pytest.mark.parametrize("durable", [False, True], ids=["not durable", "durable"])
 def test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new(
-    tmp_path: Path, doubtful: Path, durable: bool
+    tmp_path: Path, doubtful: Path, durable: bool, faulty: Faulty
 ) -> None:
     """An error of a commit does not say whether it is durable. Until the next one, no slot is written that it may have
     named."""
-    faulty, gate = Faulty(), Gate()
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         fill(queue.memory, 4, 4)
         (faulty.after if durable else faulty.before)["COMMIT"] = raising(sqlite3.OperationalError("disk I/O error"))
         assert not returned(queue.save(keys_of(queue, 4), np.arange(4))).ok
-        faulty.after, faulty.before = {}, {"fdatasync": gate}
+        faulty.after, faulty.before = {}, {}
         fill(queue.memory, 4, 100)
-        other = queue.save(keys_of(queue, 4, 100), np.arange(4))
-        assert gate.reached.wait(600)
-        left = crash(doubtful, tmp_path / "again")
-        gate.open()
-        assert other.wait(600, returned=True)
+        left = crash_at(faulty, "fdatasync", doubtful, lambda: queue.save(keys_of(queue, 4, 100), np.arange(4)), ok=4)
         saved(queue, 4, first=200)
         later = crash(doubtful, tmp_path / "later")
     assert loaded(left) == ([4, 5, 6, 7] if durable else [0, 1, 2, 3])
     assert loaded(later) == [0, 1, 2, 3]
 
 
-def test_only_a_crash_leaves_doubt(tmp_path: Path) -> None:
-    """A save of what is there costs nothing after the store was closed."""
-    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
-        saved(queue, 2)
-        crash(tmp_path / "store", tmp_path / "left")
-    for name, doubtful in (("store", False), ("left", True)):
-        faulty = Faulty()
-        with open_queue(DiskStore(tmp_path / name, system=faulty.system)) as queue:
-            saved(queue, 2)
-            syncs = faulty.count.get("fdatasync", 0)
-            saved(queue, 2)
-            assert (syncs > 0) == doubtful and faulty.count.get("fdatasync", 0) == syncs
-
-
-def test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged(doubtful: Path) -> None:
-    place = (doubtful / "slab").read_bytes().index(content(2).tobytes())
-    with (doubtful / "slab").open("r+b") as file:
-        file.seek(place)
-        file.write(b"noise")
-    faulty, written = Faulty(), list[tuple[int, int]]()
+def writes(doubtful: Path, faulty: Faulty) -> list[tuple[int, int]]:
+    """The offsets and sizes that a save of all blocks after a crash writes."""
+    written = list[tuple[int, int]]()
 
     def write(fd: int, views: list[memoryview], offset: int) -> int:
         written.append((offset, sum(len(view) for view in views)))
@@ -377,12 +342,20 @@ def test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged(doubtful: 
 
     with open_queue(DiskStore(doubtful, system=replace(faulty.system, pwritev=write))) as queue:
         saved(queue, 4)
-        assert written == [(4 * BLOCK_BYTES, BLOCK_BYTES)] and faulty.count["fdatasync"] == 1
+    return written
+
+
+def test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged(doubtful: Path, faulty: Faulty) -> None:
+    place = (doubtful / "slab").read_bytes().index(content(2).tobytes())
+    with (doubtful / "slab").open("r+b") as file:
+        file.seek(place)
+        file.write(b"noise")
+    assert writes(doubtful, faulty) == [(4 * BLOCK_BYTES, BLOCK_BYTES)] and faulty.count["fdatasync"] == 1
     assert loaded(doubtful) == [0, 1, 2, 3]
 
 
 def test_without_direct_access_to_the_device_a_save_after_a_crash_writes_every_block(
-    doubtful: Path, monkeypatch: pytest.MonkeyPatch
+    doubtful: Path, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read may be in the page cache alone, and a sync does not write what it has failed to write before."""
     opening = Folder.open
@@ -393,19 +366,10 @@ def test_without_direct_access_to_the_device_a_save_after_a_crash_writes_every_b
         return opening(folder, name, flags)
 
     monkeypatch.setattr(Folder, "open", buffered)
-    faulty, written = Faulty(), list[int]()
-
-    def write(fd: int, views: list[memoryview], offset: int) -> int:
-        written.append(len(views))
-        return os.pwritev(fd, views, offset)
-
-    with open_queue(DiskStore(doubtful, system=replace(faulty.system, pwritev=write))) as queue:
-        saved(queue, 4)
-        assert sum(written) == 4
+    assert sum(size for _, size in writes(doubtful, faulty)) == 4 * BLOCK_BYTES
 
 
-def test_a_block_that_cannot_be_read_after_a_crash_is_written_again(doubtful: Path) -> None:
-    faulty = Faulty()
+def test_a_block_that_cannot_be_read_after_a_crash_is_written_again(doubtful: Path, faulty: Faulty) -> None:
     faulty.before["preadv"] = raising(OSError(errno.EIO, "I/O error"))
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         saved(queue, 1)
@@ -413,15 +377,15 @@ def test_a_block_that_cannot_be_read_after_a_crash_is_written_again(doubtful: Pa
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["cancelled", "failing"])
-def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, failing: bool) -> None:
-    faulty, gate = Faulty(), Gate()
+def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, failing: bool, faulty: Faulty) -> None:
+    gate = Gate()
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         keys = keys_of(queue, 4)
         fill(queue.memory, 4, 4)  # Not what is there, so that it is written.
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error")) if failing else gate
         job = queue.save(keys, np.arange(4))
         if not failing:
-            assert gate.reached.wait(600)
+            gate.wait()
             job.cancel()
             gate.open()
         assert job.wait(600, returned=True) and not job.ok
@@ -438,12 +402,12 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
     with open_queue(DiskStore(doubtful, system=system)) as queue:
         keys = keys_of(queue, 1)
         load = queue.load(keys, np.arange(20, 21))
-        assert gate.reached.wait(600)
+        gate.wait()
         fill(queue.memory, 1, 4)
         assert returned(queue.save(keys, np.arange(1))).ok
         saved(queue, 8, first=100)  # all that there is room for
         gate.open()
-        assert load.wait(600, returned=True) and load.ok == 1
+        assert returned(load).ok == 1
         assert np.array_equal(queue.memory[20], content(0))
         evicted = queue.stats().store["evicted"]
         saved(queue, 1, first=200)

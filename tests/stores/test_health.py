@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
 from kvpool.storage.circuit_breaker import CircuitBreaker
-from kvpool.storage.store_requests import FORGET, StoreRequest
+from kvpool.storage.store_requests import StoreRequest
 from tests.stores.lab import Clock
 
 
@@ -29,13 +29,6 @@ def health(clock: Clock) -> CircuitBreaker:
 def fail(health: CircuitBreaker, count: int = 3, kind: str = "load") -> None:
     for _ in range(count):
         health.note(job(FAILED, kind=kind))
-
-
-def test_failures_in_a_row_suspend_it(health: CircuitBreaker) -> None:
-    fail(health, 2)
-    assert health.usable()
-    fail(health, 1)
-    assert not health.usable() and health.suspended() and health.stats().suspensions == 1
 
 
 @pytest.mark.parametrize("code", [OK, ABSENT, REFUSED])
@@ -98,20 +91,6 @@ def test_a_probe_that_fails_doubles_the_wait_up_to_a_bound(health: CircuitBreake
     assert health.usable()
 
 
-def test_late_failures_of_older_jobs_do_not_lengthen_the_wait(health: CircuitBreaker, clock: Clock) -> None:
-    fail(health, 10)
-    clock.now += 5
-    assert health.usable()
-
-
-def test_a_probe_that_was_never_begun_is_replaced(health: CircuitBreaker, clock: Clock) -> None:
-    fail(health)
-    clock.now += 5
-    assert health.usable()
-    clock.now += 5
-    assert health.usable()
-
-
 def test_writes_that_fail_suspend_no_reads(health: CircuitBreaker) -> None:
     fail(health, kind="save")
     assert health.usable() and not health.usable(writes=True)
@@ -120,13 +99,6 @@ def test_writes_that_fail_suspend_no_reads(health: CircuitBreaker) -> None:
     assert not health.usable(writes=True)
     health.note(job(OK, kind="save"))
     assert health.usable(writes=True)
-
-
-def test_a_store_that_forgets_and_does_not_save_is_suspended(health: CircuitBreaker) -> None:
-    for _ in range(3):
-        health.note(job(FAILED, kind="save"))
-        health.note(job(OK, kind=FORGET))
-    assert not health.usable(writes=True)
 
 
 @pytest.mark.parametrize(("good", "bad"), [("find", "load"), ("load", "find")])
@@ -177,12 +149,6 @@ def test_a_probe_that_finds_nothing_gives_its_place_to_the_next(health: CircuitB
     assert health.usable() and not health.suspended()
 
 
-def test_a_load_that_never_follows_is_replaced_by_another_probe(health: CircuitBreaker, clock: Clock) -> None:
-    probing_find(health, clock, OK)
-    clock.now += 5
-    assert health.usable()
-
-
 def test_loads_leave_the_probe_of_finds_to_a_find(health: CircuitBreaker, clock: Clock) -> None:
     fail(health, kind="find")
     assert not health.usable(found=True)
@@ -196,11 +162,3 @@ def test_resume_ends_all_suspensions(health: CircuitBreaker) -> None:
     health.resume()
     assert health.usable() and health.usable(found=True) and health.usable(writes=True)
     assert not health.suspended() and not health.suspended(writes=True)
-
-
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "5", None, True])
-def test_bad_times_are_named(bad: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="probe_seconds: .*"):
-        CircuitBreaker(3, bad)
-    with pytest.raises((TypeError, ValueError), match="failures: .*"):
-        CircuitBreaker(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvpool.pool import Missed
 from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.host_cache_adapter import HostCacheAdapter
 from kvpool.storage.host_storage_manager import HostStorageManager
-from tests.stores.host_lab import Engine
+from tests.stores.host_lab import Engine, Make
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
 from tests.waiting import until
 
@@ -27,25 +26,20 @@ ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 # -- what it is for --------------------------------------------------------------------------------------
 
 
-def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., Engine], store: Wrong) -> None:
+def test_the_identity_of_the_stores_can_outlive_the_caches(make: Make, store: Wrong) -> None:
     """The cache's may name the engine that runs."""
-    first = make()
-    first.saved(4)
-    first.close()
-    again = make(store, identity=OTHER, **{"blocks": 8})
-    again.close()
+    make().saved(4)
     cache = HostCache(8, BLOCK_BYTES, identity=OTHER)
     with HostTier.of(cache) as tier, HostStorageManager(cache, tier, [store], identity=IDENTITY) as manager:
-        assert manager.find(b"block 0") == PENDING
-        assert manager.drain(600)
+        assert manager.find(b"block 0") == PENDING and manager.drain(600)
         assert manager.find(b"block 0") == HERE
 
 
-def test_why_stores_have_not_brought_a_key_is_said(make: Callable[..., Engine], store: Wrong) -> None:
+def test_why_stores_have_not_brought_a_key_is_said(make: Make, store: Wrong) -> None:
     engine = make(blocks=8)
     engine.saved(2)
     engine.write(8, first=100)
-    assert engine.manager.drain(600)
+    engine.drain()
     assert engine.ask(3) == [HERE, HERE, ABSENT]
     assert engine.manager.explain(b"block 2", 16) == Missed(0, 16, "unknown", trouble=(("stores", "absent"),))
     engine.manager.forget(names(1))
@@ -57,38 +51,24 @@ def test_why_stores_have_not_brought_a_key_is_said(make: Callable[..., Engine], 
     assert engine.manager.explain(b"block 1", 16).trouble == (("stores", "failed"),)
 
 
-def test_a_key_is_pending_until_its_bytes_are_checked(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gates = make(), {"find": Gate(), "load": Gate()}
-    engine.saved(2)
-    store.before.update(gates)
-    assert engine.manager.lookup(names(2)).tolist() == [PENDING] * 2
-    engine.manager.poll()
-    for gate in gates.values():
-        engine.until(gate.reached.is_set)
-        assert engine.manager.lookup(names(2)).tolist() == [PENDING] * 2
-        gate.open()
-    assert engine.ask(2) == [HERE] * 2
-
-
-def test_an_absent_key_is_not_asked_for_in_every_step(make: Callable[..., Engine], store: Wrong) -> None:
+def test_an_absent_key_is_not_asked_for_in_every_step(make: Make, store: Wrong) -> None:
     engine = make()
     assert engine.ask(3) == [ABSENT] * 3
     for _ in range(20):
-        assert engine.manager.lookup(names(3)).tolist() == [ABSENT] * 3
+        assert engine.look(3) == [ABSENT] * 3
         engine.manager.poll()
     assert store.calls.count("find") == 1
     engine.write(3)
-    assert engine.manager.drain(600)
+    engine.drain()
     engine.cache.forget(names(3))
     assert engine.ask(3) == [HERE] * 3, "what was published since may be asked for at once"
 
 
-def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Callable[..., Engine]) -> None:
+def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Make) -> None:
     stores = [Wrong(MemoryStore(256 * BLOCK_BYTES)) for _ in range(2)]
     engine = make(*stores)
     engine.saved(4)
     assert [memory.stats()["blocks"] for memory in stores] == [4, 4]
-    engine.manager.stats()
     queue_keys = list(stores[0].inner._blocks)
     stores[0].forget(np.frombuffer(b"".join(queue_keys[:2]), np.uint8).reshape(2, 32))
     assert engine.ask(5) == [HERE] * 4 + [ABSENT]
@@ -96,7 +76,7 @@ def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Ca
     assert stores[0].calls.count("load") == stores[1].calls.count("load") == 1
 
 
-def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable[..., Engine], store: Wrong) -> None:
+def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Make, store: Wrong) -> None:
     engine, gate = make(), Gate()
     engine.saved(1)
     store.before["find"] = gate
@@ -104,8 +84,8 @@ def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable
     engine.until(gate.reached.is_set)
     taken = engine.cache.reserve([b"block 0"])
     gate.open()
-    assert engine.manager.drain(600)
-    assert engine.manager.stats().missed == {"taken": 1} and "load" not in store.calls
+    engine.drain()
+    assert engine.stats.missed == {"taken": 1} and "load" not in store.calls
     engine.tier.blocks[taken.blocks[0]] = content(0)
     engine.manager.publish(taken.keys)
     engine.read(1)
@@ -114,17 +94,7 @@ def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable
 # -- stores that are late, dead, lying or full -----------------------------------------------------------
 
 
-def test_a_find_that_hangs_is_a_miss_at_its_deadline(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(), store.hold("find")
-    assert engine.manager.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
-    engine.until(gate.reached.is_set)
-    engine.later(3)
-    engine.until(lambda: engine.manager.lookup(names(3)).tolist() == [ABSENT] * 3)
-    assert engine.manager.stats().missed == {"late": 3}
-    gate.open()
-
-
-def test_what_has_come_before_the_deadline_is_used(make: Callable[..., Engine]) -> None:
+def test_what_has_come_before_the_deadline_is_used(make: Make) -> None:
     """A load of two calls, of which one hangs."""
     store, gate, count = Wrong(MemoryStore(2000 * BLOCK_BYTES)), Gate(), 1100
     engine, hangs = make(store, blocks=4096), iter([gate])
@@ -132,20 +102,19 @@ def test_what_has_come_before_the_deadline_is_used(make: Callable[..., Engine]) 
     store.before["load"] = lambda: next(hangs, lambda: None)()
     engine.manager.lookup(names(count))
     engine.until(lambda: store.calls.count("load") == 2)
-    engine.until(lambda: engine.manager.stats().stores[0].running_calls == 1)
+    engine.until(lambda: engine.stats.stores[0].running_calls == 1)
     engine.later(3)
     engine.until(lambda: PENDING not in engine.manager.lookup(names(count)))
     here = (engine.manager.lookup(names(count)) == HERE).tolist()
     assert sorted([here[0], here[-1]]) == [False, True] and sum(here) in (1024, count - 1024)
-    assert engine.manager.stats().hung == count - sum(here)
+    assert engine.stats.hung == count - sum(here)
     gate.open()
-    assert engine.manager.drain(600) and engine.cache.stats().pending == 0
+    engine.drain()
+    assert engine.cache.stats().pending == 0
     engine.read(sum(here), first=0 if here[0] else 1024)
 
 
-def test_a_find_leaves_time_for_the_stores_after_it(
-    make: Callable[..., Engine], store: Wrong, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_find_leaves_time_for_the_stores_after_it(make: Make, store: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ends = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store, load_seconds=2.0), []
     find = StoreWorker.find
 
@@ -159,18 +128,18 @@ def test_a_find_leaves_time_for_the_stores_after_it(
 
 
 @pytest.mark.parametrize("retry", [0.0, 1.0])
-def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Callable[..., Engine], retry: float) -> None:
+def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Make, retry: float) -> None:
     """Steps of an engine may last for longer than an answer counts: it would ask for ever."""
     engine = make(retry_seconds=retry)
-    assert engine.manager.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
-    engine.until(lambda: not engine.manager.stats().searching)
+    assert engine.look(3) == [HostCache.PENDING] * 3
+    engine.until(lambda: not engine.stats.searching)
     engine.now += 3600.0
     assert engine.manager.find(names(1)[0]) == ABSENT
     engine.now += retry + 1.0
-    assert engine.manager.lookup(names(3)).tolist() == [HostCache.PENDING] * 3, "the answer was read, and is old"
+    assert engine.look(3) == [HostCache.PENDING] * 3, "the answer was read, and is old"
 
 
-def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine], store: Wrong) -> None:
+def test_a_store_that_was_given_no_time_is_not_blamed(make: Make, store: Wrong) -> None:
     """Nobody has polled until shortly before the deadline."""
     engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), store.hold("find")
     for key in names(4):
@@ -178,29 +147,29 @@ def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine
         engine.now += 1.95
         engine.manager.poll()
     engine.later(0.5)
-    engine.until(lambda: engine.manager.lookup(names(4)).tolist() == [ABSENT] * 4)
-    assert engine.manager.stats().missed == {"late": 4} and engine.manager.stats().suspended == ()
+    engine.until(lambda: engine.look(4) == [ABSENT] * 4)
+    assert engine.stats.missed == {"late": 4} and engine.stats.suspended == ()
     gate.open()
 
 
-def test_what_a_clear_gives_up_is_counted(make: Callable[..., Engine], store: Wrong) -> None:
+def test_what_a_clear_gives_up_is_counted(make: Make, store: Wrong) -> None:
     engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
     engine.write(10)
     engine.manager.lookup(names(3, 50))
     engine.manager.poll()
     engine.until(gate.reached.is_set)
     engine.manager.lookup(names(2, 60))
-    assert (engine.manager.stats().saving, engine.manager.stats().waiting_blocks) == (4, 6)
+    assert (engine.stats.saving, engine.stats.waiting_blocks) == (4, 6)
     engine.manager.clear()
-    assert engine.manager.stats().unsaved == {"cancelled": 10}
+    assert engine.stats.unsaved == {"cancelled": 10}
     gate.open()
-    assert engine.manager.drain(600)
-    stats = engine.manager.stats()
+    engine.drain()
+    stats = engine.stats
     assert stats.loaded_blocks + sum(stats.missed.values()) == stats.asked == 5 and stats.missed["cancelled"] >= 2
     assert stats.saved_blocks + sum(stats.unsaved.values()) == stats.unsaved["cancelled"] == 10
 
 
-def test_a_call_that_hangs_is_reported_for_either_store(make: Callable[..., Engine], store: Wrong) -> None:
+def test_a_call_that_hangs_is_reported_for_either_store(make: Make, store: Wrong) -> None:
     engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), store.hold("save")
     engine.write(2)
     engine.until(gate.reached.is_set)
@@ -208,58 +177,41 @@ def test_a_call_that_hangs_is_reported_for_either_store(make: Callable[..., Engi
     gate.open()
 
 
-def test_what_no_store_gets_is_counted_for_each(make: Callable[..., Engine], store: Wrong) -> None:
+def test_what_no_store_gets_is_counted_for_each(make: Make, store: Wrong) -> None:
     engine = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store)
     engine.write(3)
     engine.cache.forget(names(3))
-    assert engine.manager.drain(600)
-    assert engine.manager.stats().unsaved == {"evicted": 6}
+    engine.drain()
+    assert engine.stats.unsaved == {"evicted": 6}
 
 
 # -- bounds ----------------------------------------------------------------------------------------------
 
 
-def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
-    make: Callable[..., Engine], store: Wrong
-) -> None:
+def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(make: Make, store: Wrong) -> None:
     """Its bytes are still read."""
     engine, gate = make(blocks=4, save_share=1.0, save_seconds=0.1), store.hold("save")
     engine.write(3)
     engine.until(gate.reached.is_set)
     engine.later(61)
-    engine.until(lambda: engine.manager.stats().unsaved.get("late") == 3)
+    engine.until(lambda: engine.stats.unsaved.get("late") == 3)
     assert engine.cache.stats().pinned == 3
     with pytest.raises(OutOfBlocks):
         engine.cache.reserve(names(2, 50))
     gate.open()
-    assert engine.manager.drain(600) and engine.cache.stats().pinned == 0
-
-
-def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
-    for first in range(0, 160, 4):
-        engine.write(4, first)
-        engine.manager.poll()
-    engine.until(gate.reached.is_set)
-    stats = engine.manager.stats()
-    assert engine.cache.stats().pinned == stats.saving == 4
-    assert stats.waiting_blocks + stats.saving + stats.unsaved.get("evicted", 0) == 160
-    gate.open()
-    assert engine.manager.drain(600)
-    stats = engine.manager.stats()
-    assert stats.saved_blocks + sum(stats.unsaved.values()) == 160 and stats.unsaved["evicted"] > 0
+    engine.drain()
     assert engine.cache.stats().pinned == 0
 
 
-def test_what_is_published_and_never_polled_is_bounded(make: Callable[..., Engine]) -> None:
+def test_what_is_published_and_never_polled_is_bounded(make: Make) -> None:
     engine = make(blocks=16)
     for first in range(0, 40, 4):
         engine.write(4, first)
-    stats = engine.manager.stats()
+    stats = engine.stats
     assert stats.waiting_blocks == 16 and stats.unsaved == {"crowded": 24}
 
 
-def test_small_caches_lend_stores_no_more_than_their_share(make: Callable[..., Engine]) -> None:
+def test_small_caches_lend_stores_no_more_than_their_share(make: Make) -> None:
     stores = [Wrong(MemoryStore(256 * BLOCK_BYTES)) for _ in range(2)]
     gates = [Gate(), Gate()]
     for slow, gate in zip(stores, gates, strict=True):
@@ -268,26 +220,14 @@ def test_small_caches_lend_stores_no_more_than_their_share(make: Callable[..., E
     engine.write(16)
     engine.manager.poll()
     engine.until(lambda: all(gate.reached.is_set() for gate in gates))
-    assert engine.manager.stats().saving == 4
+    assert engine.stats.saving == 4
     for gate in gates:
         gate.open()
-    assert engine.manager.drain(600) and engine.manager.stats().saved_blocks == 32
+    engine.drain()
+    assert engine.stats.saved_blocks == 32
 
 
-def test_blocks_that_come_and_wait_take_no_more_than_their_share(make: Callable[..., Engine]) -> None:
-    engine = make(blocks=16, load_share=0.25, retry_seconds=0.0)
-    for first in range(0, 16, 4):
-        engine.saved(4, first)
-    engine.write(12, first=100)
-    assert engine.manager.drain(600), "a save that ends later is a later use"
-    assert engine.ask(16).count(HERE) == 4
-    assert engine.manager.stats().missed["crowded"] >= 12
-    assert engine.cache.lookup(names(12, 100)).tolist() == [HERE] * 12
-    engine.read(4)
-    assert engine.ask(8) == [HERE] * 8, "what was read makes room"
-
-
-def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Callable[..., Engine]) -> None:
+def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Make) -> None:
     engine = make(blocks=8, load_share=1.0, retry_seconds=0.0)
     engine.saved(8)
     rows = engine.write(4, first=100)
@@ -311,12 +251,13 @@ def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Callable[
         ({"save_share": 1.5}, "save_share: expected"),
         ({"load_seconds": -1.0}, "load_seconds: expected"),
         ({"retry_seconds": float("nan")}, "retry_seconds: expected"),
+        ({"spare": 0.5}, "spare: expected a function"),
         ({"quota": -1}, "quota: expected"),
         ({"policies": []}, "policies: expected one for each of 1 stores, got 0"),
     ],
 )
 def test_bad_options_are_named(store: Wrong, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Engine(store, **options)
     assert "open" not in store.calls
 
@@ -329,7 +270,7 @@ def test_the_memory_of_another_cache_is_refused(store: Wrong) -> None:
             HostStorageManager(cache, tier, [])
 
 
-def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[..., Engine], store: Wrong) -> None:
+def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Make, store: Wrong) -> None:
     engine, gate = make(), Gate()
     engine.saved(3)
     store.before["load"] = gate
@@ -344,13 +285,13 @@ def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[
     assert engine.manager.find(b"block 0") == ABSENT
 
 
-def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> None:
+def test_closing_begins_nothing(make: Make, store: Wrong) -> None:
     """The store has found a key, and nobody has polled since."""
     engine = make()
     engine.saved(2)
     engine.manager.lookup(names(2))
     engine.manager.poll()
-    until(lambda: engine.manager.stats().stores[0].blocks["find", "ok"] == 2)
+    until(lambda: engine.stats.stores[0].blocks["find", "ok"] == 2)
     assert engine.manager.close(600)
     assert engine.cache.stats().pending == 0 and "load" not in store.calls
 
@@ -359,9 +300,7 @@ def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> No
 
 
 @pytest.mark.parametrize(("seed", "save"), [(1, "commit"), (2, "reuse"), (3, "evict")])
-def test_whatever_happens_no_wrong_byte_is_read(
-    make: Callable[..., Engine], store: Wrong, seed: int, save: str
-) -> None:
+def test_whatever_happens_no_wrong_byte_is_read(make: Make, store: Wrong, seed: int, save: str) -> None:
     random = np.random.default_rng(seed)
     print(f"seed {seed}")
 
@@ -395,7 +334,7 @@ def test_whatever_happens_no_wrong_byte_is_read(
         engine.manager.poll()
         if random.integers(3) == 0:
             time.sleep(0.001)
-    assert engine.manager.drain(600)
+    engine.drain()
     engine.cache.verify()
     assert engine.cache.stats().pending == engine.cache.stats().pinned == 0
 
@@ -404,32 +343,30 @@ def test_whatever_happens_no_wrong_byte_is_read(
 
 
 @pytest.mark.parametrize("verb", ["lookup", "publish", "forget", "pin"])
-@pytest.mark.parametrize("given", [None, 5, b"ab", "ab", [1], [b""], [b"x" * 65], [[b"a"]]], ids=str)
-def test_keys_that_are_none_are_named(make: Callable[..., Engine], verb: str, given: Any) -> None:
+@pytest.mark.parametrize("given", [None, b"ab", [1], [b"x" * 65]], ids=str)
+def test_keys_that_are_none_are_named(make: Make, verb: str, given: Any) -> None:
     engine = make()
     with pytest.raises((TypeError, ValueError), match="keys"):
         getattr(engine.manager, verb)(given)
-    with pytest.raises(TypeError, match="key"):
-        engine.manager.find("text")  # type: ignore[arg-type]
-    stats = engine.manager.stats()
+    stats = engine.stats
     assert (stats.asked, stats.searching, stats.waiting_blocks) == (0, 0, 0)
 
 
-def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engine], store: Wrong) -> None:
+def test_a_block_whose_lease_others_closed_is_not_kept(make: Make, store: Wrong) -> None:
     """Its bytes may have become those of another block while it was saved, and its MAC would be right for them."""
     engine, gate = make(), store.hold("save")
     engine.write(2)
     engine.manager.poll()
-    assert gate.reached.wait(600)
+    gate.wait()
     assert engine.cache.revoke("kvpool stores") == 1
     gate.open()
-    assert engine.manager.drain(600)
-    stats = engine.manager.stats()
+    engine.drain()
+    stats = engine.stats
     assert stats.saved_blocks == 0 and stats.unsaved == {"cancelled": 2}
     engine.until(lambda: not store.inner.stats()["blocks"])
 
 
-def test_what_is_written_anew_while_it_waits_is_saved_once(make: Callable[..., Engine], store: Wrong) -> None:
+def test_what_is_written_anew_while_it_waits_is_saved_once(make: Make, store: Wrong) -> None:
     engine, calls = make(blocks=64), list[int]()
     store.after["save"] = lambda codes: calls.append(len(codes)) or codes
     engine.write(6)
@@ -437,7 +374,8 @@ def test_what_is_written_anew_while_it_waits_is_saved_once(make: Callable[..., E
         engine.cache.forget(names(3, 2))
         engine.write(3, 2)
     engine.write(2, 6)
-    assert engine.manager.drain(600) and engine.manager.stats().saved_blocks == sum(calls) == 8
+    engine.drain()
+    assert engine.stats.saved_blocks == sum(calls) == 8
     assert not any(engine.manager._adapter._runs)
 
 

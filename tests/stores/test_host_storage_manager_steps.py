@@ -14,8 +14,8 @@ import pytest
 from kvpool import HostCache
 from kvpool.storage import MemoryStore
 from kvpool.storage.backends.disk import DiskStore
-from tests.stores.host_lab import Engine, engines
-from tests.stores.lab import BLOCK_BYTES, Wrong, names, open_queue
+from tests.stores.host_lab import Engine, Make, engines
+from tests.stores.lab import BLOCK_BYTES, Wrong, fail, keys_of, names, open_queue
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 STORES: dict[str, Callable[[Path], Any]] = {
@@ -27,7 +27,7 @@ STORES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Engine]]:
+def make() -> Iterator[Make]:
     yield from engines(Wrong(MemoryStore(1)))
 
 
@@ -54,7 +54,7 @@ def steps(engine: Engine, count: int, first: int = 0) -> list[int]:
     ],
 )
 def test_a_cold_request_loses_no_step_and_one_to_a_remote_store(
-    make: Callable[..., Engine], tmp_path: Path, kind: str, cold: list[int], warm: list[int]
+    make: Make, tmp_path: Path, kind: str, cold: list[int], warm: list[int]
 ) -> None:
     engine = make(STORES[kind](tmp_path))
     engine.saved(4)
@@ -63,36 +63,37 @@ def test_a_cold_request_loses_no_step_and_one_to_a_remote_store(
     engine.read(4)
 
 
-def test_after_a_store_with_an_index_a_remote_one_costs_one_step(make: Callable[..., Engine]) -> None:
+def test_after_a_store_with_an_index_a_remote_one_costs_one_step(make: Make) -> None:
     near, far = MemoryStore(256 * BLOCK_BYTES), Wrong(MemoryStore(256 * BLOCK_BYTES))
     engine = make(near, far)
     assert steps(engine, 3) == [PENDING, ABSENT] and far.calls.count("find") == 1
-    stats = engine.manager.stats()
+    stats = engine.stats
     assert stats.asked == 3 and stats.missed == {"absent": 3}
     assert stats.stores[0].blocks["find", "absent"] == stats.stores[1].blocks["find", "absent"] == 3
 
 
-def test_what_was_found_in_a_step_is_not_evicted_in_it(make: Callable[..., Engine]) -> None:
+def test_what_was_found_in_a_step_is_not_evicted_in_it(make: Make) -> None:
     """A load that was found may begin only before the first answer of a step, or at its end."""
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))
     engine = make(store, blocks=8, load_share=1.0)
     engine.saved(8)
     engine.write(8, first=50)
     engine.manager.poll()
-    assert engine.manager.drain(600)
+    engine.drain()
     assert engine.manager.find(names(1, 50)[0]) == HERE
     gate = store.hold("find")
     engine.manager.lookup(names(4))
     engine.manager.poll()
-    assert gate.reached.wait(600) and engine.manager.find(names(1, 50)[0]) == HERE
+    gate.wait()
+    assert engine.manager.find(names(1, 50)[0]) == HERE
     gate.open()
     assert engine.manager._workers[0].drain(600)
-    assert engine.manager.lookup(names(4)).tolist() == [PENDING] * 4
+    assert engine.look(4) == [PENDING] * 4
     engine.read(8, first=50)
 
 
 def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspended_or_is_to_drop_something(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     threads = set[int]()
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))
@@ -107,23 +108,23 @@ def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspend
     engine.manager.clear()
     assert engine.ask(2) == [ABSENT] * 2 and here not in threads
     gate.open()
-    engine.until(lambda: not engine.manager.stats().stores[0].unconfirmed_drops)
+    engine.until(lambda: not engine.stats.stores[0].unconfirmed_drops)
     engine.saved(2)
-    store.before["load"] = lambda: (_ for _ in ()).throw(OSError(5, "I/O error"))
+    store.before["load"] = fail
     for _ in range(3):
         assert engine.ask(2) == [ABSENT] * 2
     threads.clear()
-    assert engine.manager.stats().suspended and engine.ask(2) == [ABSENT] * 2 and not threads
+    assert engine.stats.suspended and engine.ask(2) == [ABSENT] * 2 and not threads
 
 
-def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]) -> None:
+def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Make) -> None:
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))
     store.indexed = True
     engine = make(store, retry_seconds=0.0)
     store.after["find"] = lambda codes: np.full(len(codes) + 1, 1, np.uint8)
     for _ in range(3):
         assert engine.ask(1) == [ABSENT]
-    assert engine.manager.stats().missed == {"failed": 3} and engine.manager.stats().suspended == ("wrong",)
+    assert engine.stats.missed == {"failed": 3} and engine.stats.suspended == ("wrong",)
 
 
 def test_a_store_whose_find_ends_the_callers_thread_can_be_closed() -> None:
@@ -132,11 +133,11 @@ def test_a_store_whose_find_ends_the_callers_thread_can_be_closed() -> None:
     queue = open_queue(store)
     store.before["find"] = lambda: sys.exit(1)
     with pytest.raises(SystemExit):
-        queue.find_now(queue.secret.derive_keys(names(1)))
+        queue.find_now(keys_of(queue, 1))
     assert queue.close(5.0)
 
 
-def test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends(make: Callable[..., Engine]) -> None:
+def test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends(make: Make) -> None:
     """What is evicted before it was saved is its end."""
     order = list[bytes]()
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))
@@ -144,4 +145,5 @@ def test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends(make: Cal
     store.before["save"] = lambda: order.extend(lease.keys[0] for lease in engine.cache.leases)
     engine.cache.reserve(names(20))
     assert engine.manager.publish(set(names(20))) == 20
-    assert engine.manager.drain(600) and order == names(20)
+    engine.drain()
+    assert order == names(20)

@@ -3,9 +3,10 @@ wrong bytes, and go on."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,21 @@ from tests.hostcache.conftest import IDENTITY, keys
 from tests.stores.lab import BLOCK_BYTES, Wrong, done, memory, returned, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
-KEYS = keys("a", "b", "c")
+KEYS, NEW = keys("a", "b", "c"), keys("new", "newer")
+
+
+def places(stride: int = 1, least: int = 5) -> Iterator[At]:
+    """Handlers that raise before one instruction of a call after the other, as long as the call has so many."""
+    first = int(np.random.default_rng().integers(stride))
+    print("first place", first)
+    for k in itertools.count(first + stride, stride):
+        at = At(k)
+        yield at
+        if not at.reached:
+            assert k > least
+            return
+
+
 STRIDES = pytest.mark.parametrize("stride", [48, pytest.param(3, marks=pytest.mark.exhaustive)])
 """A storage manager is made for each place."""
 
@@ -69,24 +84,28 @@ def search(scene: Scene) -> None:
 
 def load(scene: Scene) -> None:
     search(scene)
-    scene.manager.poll()
+    poll(scene)
     scene.until_done()
 
 
 def come(scene: Scene) -> None:
     load(scene)
-    scene.manager.poll()
+    poll(scene)
     scene.until_done()
 
 
 def save(scene: Scene) -> None:
-    scene.manager.publish(scene.cache.reserve(keys("new", "newer")).keys)
+    scene.manager.publish(scene.cache.reserve(NEW).keys)
 
 
 def keep(scene: Scene) -> None:
     save(scene)
-    scene.manager.poll()
+    poll(scene)
     scene.until_done()
+
+
+def written(scene: Scene) -> None:
+    scene.cache.reserve(NEW)
 
 
 def poll(scene: Scene) -> None:
@@ -102,24 +121,21 @@ def forget(scene: Scene) -> None:
 
 
 def publish(scene: Scene) -> None:
-    scene.manager.publish(keys("new", "newer"))
+    scene.manager.publish(NEW)
 
 
-def written(scene: Scene) -> None:
-    scene.cache.reserve(keys("new", "newer"))
+def close(scene: Scene) -> None:
+    scene.manager.close(600)
 
 
 @pytest.mark.parametrize(
     ("before", "call"),
     [
-        (search, poll),
-        (load, poll),
-        (come, poll),
-        (save, poll),
-        (keep, poll),
+        *((before, poll) for before in (search, load, come, save, keep)),
         (come, look),
         (load, forget),
         (written, publish),
+        (load, close),
     ],
     ids=lambda function: function.__name__,
 )
@@ -127,65 +143,38 @@ def written(scene: Scene) -> None:
 def test_a_handler_that_raises_leaves_no_key_pending_and_no_lease(
     before: Callable[[Scene], None], call: Callable[[Scene], None], stride: int
 ) -> None:
-    k, reached = int(np.random.default_rng().integers(stride)), True
-    print("first place", k)
-    while reached:
-        k += stride
+    for at in places(stride):
         scene = Scene()
         before(scene)
-        at = At(k)
         at.run(lambda scene=scene: call(scene))
-        reached = at.reached
         if call is publish and scene.cache.stats().pending:
             publish(scene)
-        scene.check(at.where)
+        if call is not close:
+            scene.check(at.where)
         scene.close()
-    assert k > 20
 
 
 @STRIDES
 def test_a_second_exception_while_a_call_gives_up_what_the_first_has_left_changes_nothing(stride: int) -> None:
-    k, reached = int(np.random.default_rng().integers(stride)), True
-    print("first place", k)
-    while reached:
-        k += stride
+    for place, at in enumerate(places(stride)):
         scene = Scene()
         load(scene)
-        At(40 + k).run(scene.manager.poll)
-        at = At(k)
+        At(40 + stride * place).run(scene.manager.poll)
         at.run(scene.manager.poll)
-        reached = at.reached
         scene.check(at.where)
         scene.close()
-    assert k > 20
 
 
 def test_a_handler_that_raises_in_pin_leaves_no_lease_that_the_cache_does_not_list() -> None:
-    scene, k, reached = Scene(), 0, True
+    scene = Scene()
     come(scene)
     assert scene.manager.drain(600)
-    while reached:
-        k += 1
-        at = At(k)
+    for at in places():
         at.run(lambda: scene.manager.pin(KEYS, owner="me"))
-        reached = at.reached
         assert len(scene.cache.leases) <= 1, at.where
         scene.cache.revoke("me")
     scene.check("")
     scene.close()
-
-
-@STRIDES
-def test_a_store_can_be_closed_after_a_handler_has_raised_in_close(stride: int) -> None:
-    k, reached = int(np.random.default_rng().integers(stride)), True
-    while reached:
-        k += stride
-        scene = Scene()
-        load(scene)
-        at = At(k)
-        at.run(lambda scene=scene: scene.manager.close(600))
-        reached = at.reached
-        scene.close()
 
 
 CALLS: dict[str, Callable[[StoreWorker, Any], Any]] = {
@@ -203,64 +192,56 @@ CALLS: dict[str, Callable[[StoreWorker, Any], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_handler_that_raises_in_a_call_of_a_worker_leaves_nothing_that_waits(name: str) -> None:
-    call, rows = CALLS[name], np.arange(2, 4)
+    rows = np.arange(2, 4)
     with StoreWorker(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
-        keys, k, reached = saved(queue, 2), 0, True
-        while reached:
-            k += 1
+        keys = saved(queue, 2)
+        for at in places():
             if name == "release":
                 done(queue.load(keys, rows, hold=True))
-            at = At(k)
-            at.run(lambda: call(queue, keys))
-            reached = at.reached
+            at.run(lambda: CALLS[name](queue, keys))
             assert queue.drain(600), at.where
             for job in queue.requests:
                 assert job.held or job.wait(600), at.where
                 queue.release(job)
             assert queue.stats().queued_blocks == queue.in_flight == 0, at.where
-        assert k > 5
         assert (done(queue.load(keys, rows)).codes == OK).all()
 
 
 @pytest.mark.parametrize("name", ["cancel", "save"])
 def test_a_handler_that_raises_takes_no_callback_away_and_counts_no_block_that_waits(name: str) -> None:
-    k, reached = int(np.random.default_rng().integers(3)), True
-    print("first place", k)
-    while reached:
-        k += 3
+    for at in places(3):
         store, called = Wrong(MemoryStore(1 << 20)), list[StoreRequest]()
         store.threads = 1
         with StoreWorker(store, memory(), IDENTITY) as queue:
-            keys, gate, at = saved(queue, 2), store.hold("find"), At(k)
+            keys, gate = saved(queue, 2), store.hold("find")
             queue.find(keys)
-            assert gate.reached.wait(600)
+            gate.wait()
             if name == "cancel":
                 job = queue.find(keys, called.append)
                 at.run(job.cancel)
                 job.cancel()
             else:
                 at.run(lambda queue=queue, keys=keys, called=called: queue.save(keys, np.arange(2), called.append))
-            reached = at.reached
             gate.open()
             assert queue.drain(600), at.where
             queue.poll()
             assert len(called) == 1 or name == "save" and not called, at.where
             assert not any(queue._open._queue._waiting.values()), at.where
-    assert k > 20
+
+
+def check_rows(queue: StoreWorker, where: str) -> None:
+    """No row is free twice, and two at most are not free."""
+    rows = queue.take("load", 9).tolist()
+    assert len({*rows}) == len(rows) >= 6, where
 
 
 def test_no_row_of_a_job_is_free_twice_after_a_handler_has_raised() -> None:
-    k, reached = 0, True
-    while reached:
-        k += 1
+    for at in places():
         with StoreWorker(MemoryStore(1 << 20), memory(8), IDENTITY, staging=True) as queue:
             job = returned(queue.save(queue.secret.derive_keys([b"a", b"b"]), queue.take("save", 2), lambda job: None))
-            at = At(k)
             at.run(queue.poll)
-            reached = at.reached
             queue.poll()
-            rows = queue.take("load", 9).tolist()
-            assert len({*rows}) == len(rows) >= 6, at.where
+            check_rows(queue, at.where)
             assert job.done
 
 
@@ -275,18 +256,11 @@ def test_staged_blocks_have_their_own_bytes_after_a_handler_has_raised(kind: str
     def check(place: int, row: Any) -> None:
         assert (row == 1 + place).all()
 
-    k, reached = int(np.random.default_rng().integers(9)), True
-    print("first place", k)
-    while reached:
-        k += 9
+    for at in places(9):
         blocks = StagedBlocks(MemoryStore(1 << 20), BLOCK_BYTES, IDENTITY, options)
         call = blocks.save if kind == "save" else blocks.load
         assert all(blocks.save(names, fill))
-        at = At(k)
         at.run(lambda call=call: call(names, fill if kind == "save" else check))
-        reached = at.reached
         assert blocks.save([b"c", b"d"], fill) and blocks.load(names, check) == [True, True], at.where
-        rows = blocks.worker.take("load", 9).tolist()
-        assert len({*rows}) == len(rows) >= 6, at.where
+        check_rows(blocks.worker, at.where)
         blocks.close()
-    assert k > 20

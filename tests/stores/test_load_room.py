@@ -3,7 +3,7 @@ that moment, and what has come stays cached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,11 +12,10 @@ from kvpool import HostCache, KVCacheManager
 from kvpool.storage import MemoryStore, Prefetch, StorageManager
 from kvpool.storage.store import Store
 from tests.seeds import some_of
-from tests.stores.host_lab import ABSENT, HERE, Engine, engines
+from tests.stores.host_lab import ABSENT, HERE, Engine, Make, engines
 from tests.stores.lab import Wrong, names
 from tests.stores.pool_lab import IDENTITY, fetch, grouped, make_engine, make_manager, seed, store, tokens, write_all
 
-Make = Callable[..., Engine]
 SEED = 20_261
 LOAD_SECONDS = 2.0
 
@@ -30,7 +29,7 @@ def wait(engine: Engine) -> None:
     """Until the store has answered all that it was asked for, and what is searched for still waits for room."""
 
     def is_answered() -> bool:
-        stats = engine.manager.stats()
+        stats = engine.stats
         answers = sum(count for (kind, _), count in stats.stores[0].blocks.items() if kind == "find")
         return answers >= stats.asked and not stats.loading
 
@@ -42,9 +41,9 @@ def wait(engine: Engine) -> None:
 def settle(engine: Engine) -> None:
     """Until nothing is under way. Who waits for room waits as long as it may."""
     wait(engine)
-    if engine.manager.stats().searching:
+    if engine.stats.searching:
         engine.now += LOAD_SECONDS / 2
-    engine.until(lambda: not (engine.manager.stats().searching or engine.manager.stats().loading))
+    engine.until(lambda: not (engine.stats.searching or engine.stats.loading))
 
 
 def look_up(engine: Engine, request: str, keys: list[bytes]) -> list[int]:
@@ -62,41 +61,12 @@ def stocked(make: Make, count: int, blocks: int = 16, room: int = 8, event_capac
     return engine
 
 
-def test_after_an_aborted_request_the_next_ones_load_all_at_once(make: Make) -> None:
-    engine = stocked(make, 48)
-    for i in range(6):
-        assert look_up(engine, f"r{i}", names(8, 8 * i)) == [HERE] * 8, i
-        assert engine.manager.stats().promoted_blocks == 8
-        engine.manager.finish(f"r{i}")
-        assert engine.manager.stats().promoted_blocks == 0
-        assert engine.cache.lookup(names(8, 8 * i)).tolist() == [HERE] * 8, "it stays cached"
-    assert engine.manager.stats().refused == 0
-
-
-def test_what_a_request_does_not_take_stops_counting_when_it_takes_the_rest(make: Make) -> None:
-    engine = stocked(make, 16)
-    assert look_up(engine, "r0", names(8)) == [HERE] * 8
-    engine.manager.pin(names(2), owner="r0").close()
-    assert engine.manager.stats().promoted_blocks == 0
-    assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
-
-
-def test_a_block_counts_until_all_requests_that_wait_for_it_have_ended(make: Make) -> None:
-    engine = stocked(make, 16)
-    for request in ("r0", "r1"):
-        assert look_up(engine, request, names(8)) == [HERE] * 8
-    engine.manager.finish("r0")
-    assert engine.manager.stats().promoted_blocks == 8 and look_up(engine, "r2", names(8, 8)) == [ABSENT] * 8
-    engine.manager.pin(names(8), owner="r1").close()
-    assert engine.manager.stats().promoted_blocks == 0 and look_up(engine, "r2", names(8, 8)) == [HERE] * 8
-
-
 def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make) -> None:
     engine = stocked(make, 16)
     engine.manager.lookup(names(8), "r0")
     engine.manager.finish("r0")
-    assert engine.manager.drain(600)
-    assert engine.manager.stats().loaded_blocks == engine.manager.stats().promoted_blocks == 0
+    engine.drain()
+    assert engine.stats.loaded_blocks == engine.stats.promoted_blocks == 0
     assert look_up(engine, "r1", names(8)) == [HERE] * 8, "they may be asked for at once"
 
 
@@ -108,10 +78,10 @@ def test_blocks_on_their_way_for_a_request_that_has_ended_count_until_they_have_
     engine.manager.lookup(names(8), "r0")
     engine.until(gate.reached.is_set)
     engine.manager.finish("r0")
-    assert engine.manager.stats().loading == 8
+    assert engine.stats.loading == 8
     gate.open()
-    engine.until(lambda: not engine.manager.stats().loading)
-    assert engine.manager.stats().promoted_blocks == 0 and engine.cache.lookup(names(8)).tolist() == [HERE] * 8
+    engine.until(lambda: not engine.stats.loading)
+    assert engine.stats.promoted_blocks == 0 and engine.cache.lookup(names(8)).tolist() == [HERE] * 8
 
 
 @pytest.mark.parametrize("how", ["read", "finish"])
@@ -121,13 +91,13 @@ def test_a_request_waits_for_the_room_of_another_and_loads_all(make: Make, how: 
     engine.manager.lookup(names(6, 8), "r1")
     wait(engine)
     assert set(engine.manager.lookup(names(6, 8), "r1").tolist()) == {HostCache.PENDING}
-    assert engine.manager.stats().searching == 6 and engine.manager.stats().missed == {}
+    assert engine.stats.searching == 6 and engine.stats.missed == {}
     if how == "read":
         engine.manager.pin(names(8), owner="r0").close()
     else:
         engine.manager.finish("r0")
     assert look_up(engine, "r1", names(6, 8)) == [HERE] * 6
-    assert engine.manager.stats().missed == {} and engine.manager.stats().refused == 0
+    assert engine.stats.missed == {} and engine.stats.refused == 0
 
 
 def test_a_request_waits_for_room_for_half_of_its_time_and_only_once(make: Make) -> None:
@@ -137,16 +107,16 @@ def test_a_request_waits_for_room_for_half_of_its_time_and_only_once(make: Make)
     wait(engine)
     engine.now += LOAD_SECONDS / 2 - 0.01
     engine.manager.poll()
-    assert engine.manager.stats().searching == 8
+    assert engine.stats.searching == 8
     engine.now += 0.02
     engine.manager.poll()
-    assert engine.manager.stats().searching == 0 and engine.manager.stats().missed == {"crowded": 8}
+    assert engine.stats.searching == 0 and engine.stats.missed == {"crowded": 8}
     assert engine.manager.lookup(names(8, 8), "r1").tolist() == [ABSENT] * 8, "it has waited"
-    assert engine.manager.stats().refused == 8
+    assert engine.stats.refused == 8
     engine.manager.finish("r1")
     engine.manager.lookup(names(8, 16), "r1")
     wait(engine)
-    assert engine.manager.stats().searching == 8, "another request of this name waits"
+    assert engine.stats.searching == 8, "another request of this name waits"
 
 
 def test_a_prompt_longer_than_the_room_does_not_wait_for_itself(make: Make) -> None:
@@ -154,7 +124,7 @@ def test_a_prompt_longer_than_the_room_does_not_wait_for_itself(make: Make) -> N
     assert engine.manager.lookup(names(12), "r0").tolist() == [HostCache.PENDING] * 12
     wait(engine)
     assert engine.manager.lookup(names(12), "r0").tolist() == [HERE] * 8 + [ABSENT] * 4
-    assert engine.manager.stats().searching == 0
+    assert engine.stats.searching == 0
 
 
 def test_a_request_that_ends_while_it_waits_is_waited_for_no_longer(make: Make) -> None:
@@ -164,24 +134,17 @@ def test_a_request_that_ends_while_it_waits_is_waited_for_no_longer(make: Make) 
     wait(engine)
     engine.manager.finish("r1")
     engine.manager.poll()
-    assert engine.manager.stats().searching == 0 and engine.manager.stats().missed == {"cancelled": 4}
-
-
-def test_the_time_limit_remains_for_requests_whose_end_nobody_reports(make: Make) -> None:
-    engine = stocked(make, 16)
-    assert look_up(engine, "r0", names(8)) == [HERE] * 8
-    engine.later(10.5)
-    assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
+    assert engine.stats.searching == 0 and engine.stats.missed == {"cancelled": 4}
 
 
 def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_once(make: Make) -> None:
     engine = stocked(make, 16)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.write(16, 100)
-    assert engine.manager.drain(600)
-    assert engine.manager.lookup(names(8, 8)).tolist() == [HostCache.PENDING] * 8, "without a name it would not wait"
+    engine.drain()
+    assert engine.look(8, 8) == [HostCache.PENDING] * 8, "without a name it would not wait"
     assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
-    stats = engine.manager.stats()
+    stats = engine.stats
     assert (stats.refused, stats.missed, stats.promoted_blocks) == (0, {}, 8)
 
 
@@ -189,10 +152,10 @@ def test_a_block_that_was_evicted_unread_and_that_the_engine_writes_again_does_n
     engine = stocked(make, 8)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.write(16, 100)
-    assert engine.manager.drain(600)
+    engine.drain()
     engine.write(8)
     assert [engine.manager.origin(key) for key in names(8)] == [None] * 8
-    assert engine.manager.stats().promoted_blocks == 0
+    assert engine.stats.promoted_blocks == 0
 
 
 class Accounts:
@@ -261,31 +224,16 @@ def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, num
                 engine.manager.finish(request)
             accounts.end(request)
         accounts.follow()
-        assert engine.manager.stats().promoted_blocks == len(accounts.users), step
+        assert engine.stats.promoted_blocks == len(accounts.users), step
         if blocks == 128:
             # Others need the memory of some that count no more, so that stores are asked for these again.
             engine.cache.forget([key for key in names(64) if key not in accounts.users and random.integers(0, 4) == 0])
-    assert engine.manager.stats().loaded_blocks > 64, "some came more than once"
+    assert engine.stats.loaded_blocks > 64, "some came more than once"
     assert bool(accounts.evicted) == (blocks < 128)
     for request in asked:
         engine.manager.finish(request)
-    assert engine.manager.stats().promoted_blocks == 0
+    assert engine.stats.promoted_blocks == 0
     engine.cache.verify()
-
-
-def test_after_a_cancelled_prefetch_the_next_ones_load_all() -> None:
-    memory, prompts = store(), [tokens(33, 1000 * i) for i in range(4)]
-    engine = make_engine(P=64, S=64)
-    with engine.cache, make_manager(engine, memory) as manager:
-        seed(engine, manager, prompts)
-    two = make_engine(P=64, S=32)
-    with two.cache, make_manager(two, memory, promotion_blocks=8) as manager:
-        for prompt in prompts:
-            handle = manager.prefetch(two.prompt(prompt), timeout=600.0)
-            assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
-            handle.cancel()
-            assert two.reusable(prompt) == 32, "what has come stays"
-        assert manager.drain(600) and manager.stats().promoted_blocks == 0
 
 
 def test_promoted_blocks_of_a_pool_that_are_evicted_unread_leave_their_room_to_the_next_prefetch() -> None:

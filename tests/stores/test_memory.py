@@ -92,47 +92,30 @@ def keys(*numbers: int) -> list[bytes]:
     return [b"%d" % number for number in numbers]
 
 
-def test_the_oldest_key_of_the_tag_goes_first() -> None:
+def test_the_oldest_keys_of_the_tag_go_and_the_beginning_of_a_prompt_is_kept() -> None:
+    """The keys that are added, the limit, and what is answered: which are kept, which are new, and which go."""
     limits = TagLimits()
-    assert limits.add(A, keys(1, 2, 3), 3) == ([True] * 3, keys(1, 2, 3), [])
-    assert limits.add(B, keys(9), 1).gone == []
-    assert limits.add(A, keys(1, 4), 3) == ([True] * 2, keys(4), keys(2))
-    assert len(limits) == 4
+    for new, limit, answer in [
+        (keys(1, 2, 3), 3, ([True] * 3, keys(1, 2, 3), [])),
+        (keys(1, 4), 3, ([True] * 2, keys(4), keys(2))),
+        (keys(5, 6, 7, 8), 3, ([True] * 3 + [False], keys(5, 6, 7), keys(3, 1, 4))),
+        (keys(9), 2, ([True], keys(9), keys(5, 6))),
+        (keys(10), 0, ([False], [], [])),
+        ([], 3, ([], [], [])),
+    ]:
+        assert limits.add(A, new, limit) == answer
+    assert limits.add(B, keys(9), 0).gone == limits.add(B, keys(9), 1).gone == [] and len(limits) == 3
 
 
-def test_the_first_keys_up_to_the_limit_are_kept() -> None:
-    """The beginning of a prompt is worth more than its end."""
-    limits = TagLimits()
-    limits.add(A, keys(1, 2), 3)
-    assert limits.add(A, keys(3, 4, 5, 6), 3) == ([True, True, True, False], keys(3, 4, 5), keys(1, 2))
-
-
-def test_a_limit_of_nothing_accepts_nothing_and_keeps_nothing() -> None:
-    limits = TagLimits()
-    assert limits.add(A, keys(1), 0) == ([False], [], []) and len(limits) == 0
-    assert limits.add(A, [], 3) == ([], [], [])
-
-
-def test_a_smaller_limit_drops_what_is_too_much() -> None:
-    limits = TagLimits()
-    limits.add(A, keys(1, 2, 3, 4), 4)
-    assert limits.add(A, keys(5), 2).gone == keys(1, 2, 3) and len(limits) == 2
-
-
-def test_keys_that_were_not_saved_do_not_count() -> None:
+def test_keys_that_were_not_saved_do_not_count_and_those_that_were_not_dropped_do() -> None:
     limits = TagLimits()
     limits.add(A, keys(1, 2), 2)
     limits.discard(A, keys(2, 7))
     assert limits.add(A, keys(3), 2).gone == [] and len(limits) == 2
-
-
-def test_keys_that_could_not_be_dropped_count_as_the_oldest() -> None:
-    limits = TagLimits()
-    limits.add(A, keys(1, 2), 2)
-    gone = limits.add(A, keys(3), 2).gone
-    limits.discard(A, keys(3))
+    gone = limits.add(A, keys(4), 2).gone
+    limits.discard(A, keys(4))
     limits.restore(A, gone)
-    assert len(limits) == 2 and limits.add(A, keys(4), 2).gone == keys(1)
+    assert len(limits) == 2 and limits.add(A, keys(5), 2).gone == keys(1)
 
 
 def test_no_more_keys_are_kept_in_mind_than_the_bound() -> None:

@@ -32,7 +32,6 @@ from tests.stores.lab import (
     Gate,
     Wrong,
     codes_of,
-    content,
     done,
     keys_of,
     memory,
@@ -43,7 +42,7 @@ from tests.stores.lab import (
 from tests.stores.peering import KEY, MAC, ROOT, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
-from tests.waiting import at_once, until
+from tests.waiting import until
 
 
 @contextmanager
@@ -73,20 +72,6 @@ class TestPeerStore(LastingContract):
 # -- several clients -----------------------------------------------------------------------------------
 
 
-def test_many_clients_at_once_get_every_byte(serve: Serve) -> None:
-    server = serve(MemoryStore(1024 * BLOCK_BYTES), call_bytes=3 * BLOCK_BYTES, calls_waiting=2)
-
-    def work(number: int) -> None:
-        with open_queue(client(server)) as queue:
-            keys = saved(queue, 16, first=100 * number)
-            for _ in range(4):
-                assert returned(queue.load(keys, np.arange(16, 32))).ok == 16
-                assert all(np.array_equal(queue.memory[16 + i], content(100 * number + i)) for i in range(16))
-
-    at_once(work, range(6))
-    assert server.stats().saved_blocks == 96 and server.stats().loaded_blocks == 4 * 96
-
-
 def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) -> None:
     store = Wrong(MemoryStore(64 * BLOCK_BYTES))
     server = serve(store)
@@ -94,7 +79,7 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
         keys, gate = saved(saver, 4), store.hold("save")
         hanging = [queue.save(keys_of(queue, 4, 4), np.arange(4)) for queue in (saver, two)]
         until(lambda: server.stats().in_flight == 2, "save")
-        assert gate.reached.wait(600)
+        gate.wait()
         assert other.load(keys, np.arange(4)).wait(600)
         gate.open()
         assert [returned(job).ok for job in hanging] == [4, 4]
@@ -166,7 +151,7 @@ def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve)
     with clients(server, 3) as (saver, two, three):
         keys, gate = saved(saver, 4), wrong.hold("save")
         saves = [saver.save(keys_of(saver, 2, 10), np.arange(2))]
-        assert gate.reached.wait(600)
+        gate.wait()
         dropped = two.forget(keys[:2])
         until(lambda: server.stats().in_flight == 2, "forget")
         saves.append(three.save(keys_of(three, 2, 20), np.arange(2)))
@@ -258,7 +243,7 @@ def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_ro
         keys, gate = saved(queue, 4), store.hold("load")
         queue.memory[8:12] = 7
         job = queue.load(keys, np.arange(8, 12), deadline=clock.soon())
-        assert gate.reached.wait(600)
+        gate.wait()
         clock.pass_(1.0)
         assert done(job).codes.tolist() == [LATE] * 4
         assert job.wait(600, returned=True), "the client waits no longer, although the server still hangs"
@@ -294,9 +279,9 @@ def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Se
     server, store, gate = held("find", serve)
     with open_queue(client(server)) as queue:
         job = queue.find(keys_of(queue, 1))
-        assert gate.reached.wait(600)
+        gate.wait()
         assert not server.close(0.05) and "close" not in store.calls
-        assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED]
+        assert codes_of(job) == [FAILED]
         gate.open()
         assert server.close(600) and server.close(600) and store.calls.count("close") == 1
 
@@ -322,17 +307,14 @@ def _block(count: int) -> bytes:
 
 
 _WRONG_ANSWERS: dict[str, Sequence[bytes | Message]] = {
-    "no header": [b""],
     "no JSON": [b"{"],
     "another kind": [StoreWelcome(2, 4)],
     "blocks in place of MACs": [StoreDone(2, 0), bytes([OK] * 2), _block(2)],
     "another number": [StoreDone(9, 0), bytes([OK] * 2), bytes(32), _block(2)],
     "no frames": [StoreDone(2, 0)],
     "too many frames": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), _block(2), b""],
-    "a code that is none": [StoreDone(2, 0), bytes([OK, 9]), bytes(32), _block(1)],
     "codes of another length": [StoreDone(2, 0), bytes([OK] * 3), bytes(48), _block(3)],
     "MACs of another length": [StoreDone(2, 0), bytes([OK] * 2), bytes(31), _block(2)],
-    "more blocks than codes": [StoreDone(2, 0), bytes([OK, ABSENT]), bytes(32), _block(2)],
     "fewer blocks than codes": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), _block(1)],
     "a frame that is too long": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), bytes((4 << 20) + 1)],
     "an error": [Failed(2, "store", "the disk\x1b[2J is full")],
@@ -366,7 +348,6 @@ def _save(tag: str) -> StoreCall:
 
 
 _WRONG_CALLS: dict[str, Sequence[Any]] = {
-    "no header": [b""],
     "no JSON": [b"nonsense"],
     "a long header": [b" " * 20_000],
     "an answer": [StoreDone(1, 0)],
@@ -374,19 +355,15 @@ _WRONG_CALLS: dict[str, Sequence[Any]] = {
     "number 0": [call("find", 0), KEY],
     "a hello with frames": [StoreHello(1, BLOCK_BYTES), b""],
     "no keys": [call("find")],
-    "no key": [call("find"), b""],
     "half a key": [call("find"), bytes(48)],
     "too many keys": [call("load"), 5 * KEY],
-    "no time": [call("find", wait_ms=0), KEY],
     "too much time": [call("find", wait_ms=1 << 40), KEY],
     "no blocks": [_save(TAG), KEY, MAC],
-    "short blocks": [_save(TAG), KEY, MAC, [bytes(BLOCK_BYTES - 1)]],
     "long blocks": [_save(TAG), KEY, MAC, [bytes(BLOCK_BYTES + 1)]],
     "blocks in two frames": [_save(TAG), KEY, MAC, [bytes(BLOCK_BYTES - 1), b"x"]],
     "short MACs": [_save(TAG), KEY, bytes(15), [bytes(BLOCK_BYTES)]],
     "no tag": [_save(""), KEY, MAC, [bytes(BLOCK_BYTES)]],
     "a clear with keys": [call("clear", tag=TAG), KEY],
-    "a clear of everything": [call("clear")],
     "a clear of half a model": [call("clear", tag="00" * 4)],
     "a tag of words": [_save("zz" * 16), KEY, MAC, [bytes(BLOCK_BYTES)]],
 }
@@ -413,16 +390,6 @@ def test_what_no_client_sends_is_refused_and_nobody_else_notices(picky: StoreSer
     assert picky.stats().saved_blocks == 4
 
 
-def test_a_frame_that_is_too_long_ends_its_connection_only(picky: StoreServer) -> None:
-    raw = Raw(picky.endpoint)
-    with open_queue(client(picky)) as queue:
-        keys = saved(queue, 4)
-        raw.send(_save(TAG), KEY, MAC, blocks=[bytes(1 << 20)])
-        assert queue.load(keys, np.arange(4)).wait(600) and not raw.socket.poll(50)
-        assert picky.stats().calls == 3, "its epoch, a save and a load"
-    raw.close()
-
-
 # -- bounds --------------------------------------------------------------------------------------------
 
 
@@ -432,7 +399,8 @@ def test_no_more_calls_are_read_than_may_wait(serve: Serve) -> None:
     for raw in raws:
         raw.send(call("find", wait_ms=60_000), KEY)
     until(lambda: server.stats().in_flight == 4, "call")
-    assert gate.reached.wait(600) and server.stats().in_flight == 4
+    gate.wait()
+    assert server.stats().in_flight == 4
     gate.open()
     for raw in raws:
         assert raw.socket.poll(600_000), "those that waited are answered later"
@@ -448,17 +416,6 @@ def test_a_server_that_was_restarted_costs_no_failed_call(serve: Serve) -> None:
         serve(endpoint=endpoint)
         saved(queue, 4)
         assert queue.stats().store["failed_calls"] == 0
-
-
-def test_connections_beyond_the_most_are_refused(serve: Serve) -> None:
-    server = serve(connections=1)
-    with open_queue(client(server, connections=1)) as queue:
-        saved(queue, 1)
-        other = client(server, timeout=0.3)
-        other.open(SPACE)
-        assert other.stats()["connections"] == 0
-        until(lambda: server.stats().connections_refused == 1, "refusal")
-        other.close()
 
 
 def test_a_child_gets_an_error_and_does_not_hang(serve: Serve) -> None:
@@ -492,7 +449,8 @@ def test_threads_and_descriptors_end_with_the_store_and_the_server(serve: Serve)
 @pytest.mark.parametrize("kind", ["save", "load"])
 def test_no_two_threads_of_a_server_use_the_same_memory(serve: Serve, kind: str) -> None:
     """Blocks of two clients that load at once would be mixed, and dropped as damaged."""
-    store, rows = Wrong(MemoryStore(64 * BLOCK_BYTES)), list[list[int]]()
+    server_call, rows = call("load", wait_ms=60_000) if kind == "load" else _save(TAG), list[list[int]]()
+    store = Wrong(MemoryStore(64 * BLOCK_BYTES))
     store.threads, gate, call_store = 3, store.hold(kind), getattr(store, kind)
 
     def noting(keys: Any, taken: Any, *rest: Any) -> Any:
@@ -503,11 +461,9 @@ def test_no_two_threads_of_a_server_use_the_same_memory(serve: Serve, kind: str)
     server = serve(store, call_bytes=4 * BLOCK_BYTES)
     raws = [Raw(server.endpoint) for _ in range(2)]
     keys = b"".join(bytes([number]) * 32 for number in range(3))
+    more, blocks = ([], []) if kind == "load" else ([bytes(3 * 16)], [bytes(3 * BLOCK_BYTES)])
     for raw in raws:
-        if kind == "save":
-            raw.send(_save(TAG), keys, bytes(3 * 16), blocks=[bytes(3 * BLOCK_BYTES)])
-        else:
-            raw.send(call("load", wait_ms=60_000), keys)
+        raw.send(server_call, keys, *more, blocks=blocks)
     until(lambda: len(rows) == 2, "calls")
     gate.open()
     assert not set(rows[0]) & set(rows[1])

@@ -33,10 +33,22 @@ def test_a_secret_is_made_once_and_read_by_all(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o602])
-def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(ValueError, match="chmod 600"):
-        read_secret(written(tmp_path / "file", mode=mode))
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        *((GOOD, mode, "chmod 600") for mode in (0o640, 0o604, 0o602)),
+        *((text, 0o600, "64 hex digits") for text in ("", GOOD[:-2], GOOD + "00", GOOD[:-1] + "é", "0" * 10_000)),
+    ],
+)
+def test_a_file_that_others_can_use_or_that_has_no_secret_is_refused_and_not_shown(
+    tmp_path: Path, text: str, mode: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        read_secret(written(tmp_path / "file", text, mode))
+    assert "0123456789" not in str(raised.value)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_secret(tmp_path / "pipe")
 
 
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,19 +59,6 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
         read_secret(path)
     owner = os.geteuid()
     assert len(read_secret(path)) == 32
-
-
-@pytest.mark.parametrize("text", ["", GOOD[:-1], GOOD[:-2], GOOD + "00", "x" * 64, GOOD[:-1] + "é", "0" * 10_000])
-def test_what_is_not_a_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match="64 hex digits") as raised:
-        read_secret(written(tmp_path / "file", text))
-    assert "0123456789" not in str(raised.value)
-
-
-def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ValueError, match="not a regular file"):
-        read_secret(tmp_path / "pipe")
 
 
 @pytest.fixture
@@ -103,11 +102,15 @@ SECRET = Secret(bytes(range(32)), IDENTITY)
 TOKENS = np.arange(12, dtype=np.int32)
 
 
-def test_two_models_share_no_key_and_no_namespace() -> None:
-    other = Secret(bytes(range(32)), OTHER)
-    assert not np.array_equal(SECRET.derive_keys([b"a"]), other.derive_keys([b"a"]))
-    tags = {secret.tag(name) for secret in (SECRET, other) for name in (b"", b"tenant")}
-    assert len({tag[MODEL_BYTES:] for tag in tags}) == 4, "who sees the names learns that two models have one tenant"
+def test_no_two_models_or_secrets_share_a_key_or_a_tag() -> None:
+    """What is dropped by a model or by a namespace is nobody else's."""
+    secrets = Secret(bytes(32), IDENTITY), Secret(bytes(32), OTHER), Secret(bytes([1] * 32), IDENTITY)
+    spaces = [b"", b"a", b"b"]
+    assert all(secret.tag(name).startswith(secret.model) for secret in secrets for name in spaces)
+    assert len({secret.model for secret in secrets}) == 3
+    assert len({secret.derive_keys([b"a"]).tobytes() for secret in secrets}) == 3
+    tags = {secret.tag(name)[MODEL_BYTES:] for secret in secrets for name in spaces}
+    assert len(tags) == 9, "who sees the names learns that two models have one tenant"
 
 
 def test_a_mac_covers_key_model_secret_and_every_byte() -> None:
@@ -157,18 +160,3 @@ def test_a_secret_is_neither_shown_nor_pickled() -> None:
         pickle.dumps(SECRET)
     with pytest.raises(ValueError, match="32 bytes"):
         Secret(b"short", IDENTITY)
-
-
-def test_the_tags_of_a_model_begin_alike_and_those_of_others_do_not() -> None:
-    """What is dropped by a model or by a namespace is nobody else's."""
-    secret_of_model, other, shared = (
-        Secret(bytes(32), IDENTITY),
-        Secret(bytes(32), OTHER),
-        Secret(bytes([1] * 32), IDENTITY),
-    )
-    spaces = [b"", b"a", b"b"]
-    assert all(
-        secret.tag(name).startswith(secret.model) for secret in (secret_of_model, other, shared) for name in spaces
-    )
-    assert len({secret.model for secret in (secret_of_model, other, shared)}) == 3
-    assert len({secret.tag(name)[MODEL_BYTES:] for secret in (secret_of_model, other, shared) for name in spaces}) == 9

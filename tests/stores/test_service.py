@@ -19,7 +19,7 @@ import pytest
 from kvpool.__main__ import main
 from kvpool.storage import MemoryStore
 from kvpool.storage.urls import open_store
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, keys_of, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, keys_of, names, open_queue, returned, saved
 from tests.stores.peering import ROOT, Serve, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
@@ -79,7 +79,7 @@ class Service:
                 wanted = sorted(blocks & set(range(first, first + 64)))
                 keys = queue.secret.derive_keys([names(1, number)[0] for number in wanted])
                 job = queue.load(keys, np.arange(len(wanted)))
-                assert job.wait(600, returned=True) and job.ok == len(wanted), job.error
+                assert returned(job).ok == len(wanted), job.error
                 assert all(np.array_equal(queue.memory[at], content(number)) for at, number in enumerate(wanted))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, ModelIdentity
+from kvpool import KVCacheManager, ModelIdentity
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
 from kvpool.storage import StorageManager
@@ -103,16 +103,6 @@ def test_nothing_crosses_namespaces_and_their_types() -> None:
                 engine.release(engine.add(prompt, **namespace))
             engine.cache.clear()
             seed(engine, manager, [prompt], **saved)
-
-
-def test_an_identity_that_contradicts_the_pool_is_refused() -> None:
-    engine = make_engine()
-    other = BlockLayout(1, 1, 1, 4, dtype="uint16")
-    with engine.cache:
-        for name, kv_dtype, layout in (("kv_dtype", "float32", "2 layers"), ("layout", "uint16", other)):
-            wrong = ModelIdentity("tiny", "rev 1", kv_dtype, layout, "test 1")
-            with pytest.raises(ValueError, match=f"^identity.{name}: expected .+, got "):
-                make_manager(engine, store(), identity=wrong)
 
 
 def test_another_model_or_layout_finds_nothing() -> None:
@@ -231,13 +221,3 @@ def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
             cache.release(sequence)
             cache.verify()
     device.close()
-
-
-def test_a_text_names_a_store_of_a_storage_manager_and_a_wrong_one_is_refused() -> None:
-    with KVCacheManager(
-        small_layout(T), device_blocks=8, host_blocks=8, device="cpu", secret=SECRET, event_capacity=256
-    ) as cache:
-        with StorageManager(cache, ["memory:?capacity=1MiB"], identity=IDENTITY) as manager:
-            assert len(manager.stats().stores) == 1
-        with pytest.raises(ValueError, match="got 'capcity'; did you mean capacity"):
-            StorageManager(cache, ["memory:?capcity=1MiB"], identity=IDENTITY)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,8 +14,7 @@ from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool.core import Names
 from kvpool.storage import StorageManager
-from tests.engine import Engine, EventReplay
-from tests.stores.lab import Wrong
+from tests.engine import Engine
 from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, store, tokens
 from tests.waiting import until
 
@@ -30,70 +28,7 @@ def engine() -> Iterator[Engine]:
         yield made
 
 
-class Reader(EventReplay):
-    """What a router knows, of the tiers of the pool and of a store."""
-
-    def __init__(self, name: str = "memory") -> None:
-        super().__init__({"device": set(), "host": set(), name: set()})
-
-
-def keys(engine: Engine, prompt: list[int]) -> set[bytes]:
-    return set(engine.keys(prompt))
-
-
 # -- events --------------------------------------------------------------------------------------------
-
-
-def test_a_reader_knows_what_each_tier_and_each_store_has(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        reader, names = Reader(), set()
-        for first in (0, 1000, 2000, 0, 3000):
-            seed(engine, manager, [tokens(41, first)])
-            names |= keys(engine, tokens(41, first))
-            events = manager.events()
-            assert events.tiers == ("device", "host", "memory")
-            reader.feed(events)
-            assert reader.cached["device"] == set(engine.cached("device"))
-            assert reader.cached["host"] == set(engine.cached("host"))
-            assert reader.cached["memory"] == names
-
-
-def test_a_late_reader_gets_everything_by_a_snapshot(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        seed(engine, manager, [PROMPT, tokens(41, 1000)], salt="tenant")
-        extra = [5] * 41
-        seed(engine, manager, [tokens(41, 2000)], extra_ids=extra)
-        late = Reader()
-        events = manager.events(snapshot=True)
-        late.feed(events[events.before_snapshot :])
-        assert late.cached["device"] == set(engine.cached("device"))
-        assert len(late.cached["memory"]) == 30
-        events_of_store = [event for event in events[events.before_snapshot :] if event.tier == "memory"]
-        assert {event.salt for event in events_of_store} == {"tenant", None}
-        assert sum(len(event.keys) for event in events_of_store if event.extra_ids is not None) == 10
-        for event in events_of_store:
-            place = 0 if event.parent is None else -1
-            assert place or np.array_equal(event.tokens[0], event.tokens[0][0] + np.arange(4))
-        seed(engine, manager, [tokens(41, 3000)])
-        late.feed(manager.events())
-        assert len(late.cached["memory"]) == 40
-
-
-def test_what_a_store_has_lost_is_reported(engine: Engine) -> None:
-    memory = Wrong(store())
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, [PROMPT])
-        engine.cache.clear()
-        reader = Reader("wrong")
-        events = manager.events(snapshot=True)
-        reader.feed(events[events.before_snapshot :])
-        assert len(reader.cached["wrong"]) == 10
-        memory.inner.forget(np.array([np.frombuffer(key, np.uint8) for key in list(memory.inner._blocks)[:3]]))
-        fetch(engine, manager, PROMPT)
-        assert manager.match_prefix(engine.prompt(PROMPT)).store_tokens == 0
-        seed(engine, manager, [PROMPT])
-        reader.feed(manager.events())
-        assert reader.cached["wrong"] == keys(engine, PROMPT)
 
 
 def test_what_was_loaded_is_still_in_its_store(engine: Engine) -> None:
@@ -106,20 +41,6 @@ def test_what_was_loaded_is_still_in_its_store(engine: Engine) -> None:
         assert manager.stats().saved_blocks == 10, "it is not saved again"
         engine.cache.clear()
         assert manager.drain(600) and manager.match_prefix(engine.prompt(PROMPT)).store_tokens == 40
-
-
-def test_a_reader_sees_what_it_has_missed_as_a_gap() -> None:
-    made = make_engine(event_capacity=16)
-    with made.cache, make_manager(made, store()) as manager:
-        for first in range(0, 4000, 1000):
-            made.seed(tokens(41, first), 41)
-            assert manager.drain(600)
-        events = manager.events()
-        assert events.number > 0 and manager.stats().events_dropped > 0
-        reader, snapshot = Reader(), manager.events(snapshot=True)
-        reader.feed(snapshot[snapshot.before_snapshot :])
-        assert reader.cached["device"] == set(made.cached("device"))
-        assert reader.cached["host"] == set(made.cached("host"))
 
 
 def test_a_storage_manager_that_has_missed_events_learns_what_there_is() -> None:
@@ -150,16 +71,6 @@ def test_what_has_gone_from_the_pool_is_reported_with_its_namespace(monkeypatch:
         assert len(gone) == 2 and {event.salt for event in gone} == {"tenant"}
 
 
-def test_others_follow_the_pool_beside_a_storage_manager(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        plain, cursor = EventReplay(), EventReplay()
-        seed(engine, manager, [PROMPT, tokens(41, 1000)])
-        plain.feed(engine.cache.events())
-        cursor.feed(engine.cache.events(since=0))
-        assert plain.cached == cursor.cached == {tier: set(engine.cached(tier)) for tier in ("device", "host")}
-        assert manager.stats().saved_blocks == 20
-
-
 def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
     with (
         make_manager(engine, store()) as manager,
@@ -180,35 +91,15 @@ def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
                         media[event["medium"]] = media.get(event["medium"], 0) + len(event["block_hashes"])
             if "MEMORY" in media:
                 break
+        with pytest.raises(ValueError, match="storage: .*"):
+            KVEventPublisher(engine.cache, storage="storage")  # type: ignore[arg-type]
         socket.close(0)
         context.term()
         assert media["MEMORY"] == 10 and {"GPU", "CPU"} >= set(media) - {"MEMORY"}
         assert publisher.stats().lost_blocks == 0
 
 
-def test_a_publisher_takes_only_the_storage_manager_of_its_pool(engine: Engine) -> None:
-    other = make_engine()
-    with other.cache, make_manager(other, store()) as manager:
-        for bad in (manager, "storage"):
-            with pytest.raises(ValueError, match="storage: .*"):
-                KVEventPublisher(engine.cache, storage=bad)  # type: ignore[arg-type]
-
-
 # -- matches -------------------------------------------------------------------------------------------
-
-
-def test_a_match_reports_stores_separately(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        seed(engine, manager, [PROMPT])
-        whole = engine.cache.match_prefix(engine.prompt(PROMPT))
-        assert manager.match_prefix(engine.prompt(PROMPT)) == whole and whole.store_tokens == 0
-        engine.cache.content.forget(np.array(engine.prompt(PROMPT).keys[4:]))
-        match = manager.match_prefix(engine.prompt(PROMPT))
-        assert (match.full_tokens, match.store_tokens) == (16, 24)
-        assert engine.cache.match_prefix(engine.prompt(PROMPT)).store_tokens == 0
-        assert fetch(engine, manager, PROMPT) == 6
-        assert manager.match_prefix(engine.prompt(PROMPT))[1:] == (24, 0, 0)
-        assert manager.match_prefix(tokens(41, 7)).store_tokens == 0
 
 
 def test_a_prompt_that_a_store_was_asked_for_is_known_without_loading(engine: Engine) -> None:

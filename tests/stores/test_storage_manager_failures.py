@@ -19,7 +19,7 @@ from kvpool.storage.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.seeds import some_of
 from tests.stores.lab import Gate, Wrong, fail
-from tests.stores.pool_lab import IDENTITY, fetch, grouped, make_engine, make_manager, room, seed, store, tokens
+from tests.stores.pool_lab import IDENTITY, fetch, make_engine, make_manager, room, seed, store, tokens
 from tests.waiting import until
 
 PROMPT = tokens(41)
@@ -46,7 +46,7 @@ def test_saves_that_find_no_place_are_dropped_and_counted(engine: Engine) -> Non
     with make_manager(engine, slow, staging_blocks=4, queued_blocks=8) as manager:
         sequence = engine.add(tokens(129))
         engine.finish(sequence)
-        assert gate.reached.wait(600)
+        gate.wait()
         until(lambda: ("wrong", "queue_full") in manager.stats().dropped)
         gate.open()
         assert manager.drain(600)
@@ -59,7 +59,7 @@ def test_a_block_that_is_evicted_before_it_was_copied_is_counted(engine: Engine)
     slow.before["save"] = gate
     with make_manager(engine, slow, staging_blocks=2) as manager:
         engine.seed(PROMPT, 41)
-        assert gate.reached.wait(600)
+        gate.wait()
         engine.cache.clear()
         gate.open()
         assert manager.drain(600)
@@ -160,21 +160,6 @@ def test_a_pool_whose_keys_end_with_it_is_refused_at_once(tmp_path: Path, save: 
         assert fetch(after, manager, PROMPT) > 0
 
 
-def test_a_namespace_has_no_more_than_its_quota(engine: Engine) -> None:
-    memory = store()
-    quotas = {("tenant", None): room(4), ("nothing", 3): 0, ("less than a block", None): 1}
-    with make_manager(engine, memory, quotas=quotas) as manager:
-        seed(engine, manager, [PROMPT], salt="tenant")
-        seed(engine, manager, [PROMPT], salt="nothing", adapter_id=3)
-        assert memory.stats()["blocks"] <= 4
-        assert manager.stats().dropped["memory", "quota"] >= 10
-        refused = manager.stats().dropped["memory", "quota"]
-        seed(engine, manager, [PROMPT], salt="less than a block")
-        assert manager.stats().dropped == {("memory", "quota"): refused + 10}
-        seed(engine, manager, [PROMPT], adapter_id=3)
-        assert memory.stats()["blocks"] <= 14 and memory.stats()["blocks"] >= 10
-
-
 def test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour(engine: Engine) -> None:
     """Blocks of both wait for a storage manager that is made later."""
     memory = store()
@@ -217,24 +202,13 @@ def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(eng
     wrong.before["load"], wrong.threads = gate, 4
     with make_manager(engine, wrong, load_seconds=60.0) as manager:
         first = manager.prefetch(engine.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(600)
+        gate.wait()
         second = manager.prefetch(engine.prompt(PROMPT), 60.0)
         until(lambda: manager.stats().found_blocks == 20)
         first.cancel()
         assert first.wait(600) and first.blocks == 0
         gate.open()
         assert second.wait(600) and second.blocks == 10 and second.ended == "loaded"
-
-
-def test_a_cancelled_prefetch_brings_nothing_more(engine: Engine, wrong: Wrong) -> None:
-    gate = wrong.hold("find")
-    with make_manager(engine, wrong) as manager:
-        handle = manager.prefetch(engine.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(600)
-        handle.cancel()
-        assert handle.wait(600) and handle.ended == "cancelled"
-        gate.open()
-        assert manager.drain(600) and engine.reusable(PROMPT) == 0
 
 
 # -- the pool under it ---------------------------------------------------------------------------------
@@ -244,7 +218,7 @@ def test_nothing_that_was_asked_before_a_reset_enters_after_it(engine: Engine, w
     gate = wrong.hold("load")
     with make_manager(engine, wrong) as manager:
         handle = manager.prefetch(engine.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(600)
+        gate.wait()
         engine.cache.clear()
         gate.open()
         assert handle.wait(600) and handle.ended == "cleared" and engine.reusable(PROMPT) == 0
@@ -257,7 +231,7 @@ def test_a_storage_manager_ends_with_its_pool() -> None:
     slow.before["find"] = gate
     manager = make_manager(made, slow)
     handle = manager.prefetch(made.prompt(PROMPT), 60.0)
-    assert gate.reached.wait(600)
+    gate.wait()
     made.cache.close()
     until(lambda: manager.closed)
     assert handle.wait(600) and handle.ended == "closed" and not manager.drain(0.01)
@@ -276,39 +250,21 @@ def test_a_long_prompt_leaves_rows_to_others(wrong: Wrong) -> None:
     wrong.threads = 4
     with engines[1].cache, make_manager(engines[1], wrong, staging_blocks=64) as manager:
         first = manager.prefetch(engines[1].prompt(long), timeout=600.0)
-        assert gate.reached.wait(600)
+        gate.wait()
         assert fetch(engines[1], manager, short) == 10 and not first.done
         gate.open()
         assert first.wait(600) and first.blocks == 100
-
-
-def test_sequences_and_leases_of_others_are_left_alone(engine: Engine, wrong: Wrong) -> None:
-    with make_manager(engine, wrong) as manager:
-        sequence = engine.add(tokens(17, 500))
-        engine.commit(sequence)
-        assert manager.drain(600)
-        assert not engine.cache.leases and manager.stats().saved_blocks == 4
-        engine.cache.revoke("kvpool storage manager")
-        assert fetch(engine, manager, PROMPT) == 10
-        engine.check_all()
-        engine.release(sequence)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"save": "always"}, "save: expected"),
-        ({"stores": []}, "stores: expected"),
         ({"identity": "tiny"}, "identity: expected"),
         ({"staging_blocks": 1}, "staging_blocks: expected"),
         ({"load_seconds": 0}, "load_seconds: expected a finite number of 0.001 or more"),
         ({"promotion_blocks": 0}, "promotion_blocks: expected"),
-        ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s: expected"),
-        (
-            {"prefill_tokens_per_s": 5e-324},
-            "prefill_tokens_per_s: expected a finite number of 1e-06 or more, got 5e-324",
-        ),
-        ({"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s: expected"),
+        ({"prefill_tokens_per_s": 5e-324}, "prefill_tokens_per_s: expected a finite number of 1e-06 or more"),
         ({"quotas": {"tenant": 4}}, "pair"),
         ({"quotas": {("tenant", None): -1}}, "quotas"),
         ({"probe_seconds": -1}, "probe_seconds: expected"),
@@ -327,14 +283,6 @@ def test_keys_of_another_pool_are_refused(engine: Engine) -> None:
         for call in (manager.prefetch, manager.match_prefix):
             with pytest.raises(ValueError, match="another secret"):
                 call(other.prompt(PROMPT))
-
-
-def test_pools_without_events_or_a_host_tier_are_refused() -> None:
-    for made in (make_engine(S=0), make_engine(event_capacity=0)):
-        with made.cache, pytest.raises(ValueError, match="pool: expected .*, got "):
-            make_manager(made, store())
-    with grouped(host_blocks=0) as cache, pytest.raises(ValueError, match="host tier for all groups"):
-        StorageManager(cache, [store()], identity=IDENTITY)
 
 
 class Liar(Wrong):

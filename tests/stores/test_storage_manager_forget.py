@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvpool import PoolClosed
 from kvpool.errors import PoolBusy, StoreBusy
-from kvpool.storage import Forgotten, MemoryStore, StorageManager
+from kvpool.storage import Forgotten, StorageManager
 from tests.engine import Engine
 from tests.stores.lab import Gate, Wrong, fail
 from tests.stores.pool_lab import (
     IDENTITY,
-    T,
     fetch,
     grouped,
     make_engine,
@@ -79,7 +77,11 @@ def test_what_is_forgotten_leaves_the_pool_and_the_store(engine: Engine, drop: D
         assert forgotten.blocks == (None if drop is DROPS["clear"] else BLOCKS + (drop is not DROPS["keys"]))
         assert engine.reusable(PROMPT) == 0 and fetch(engine, manager, PROMPT) == 0
         assert manager.match_prefix(engine.prompt(PROMPT)).store_tokens == 0
-    assert not memory._blocks and restarted(memory) == 0
+        assert not memory._blocks
+        seed(engine, manager, [PROMPT])
+    assert restarted(memory) == BLOCKS, "it may be saved anew"
+    with pytest.raises(PoolClosed):
+        drop(engine, manager)
 
 
 @pytest.mark.parametrize("name", ["prompt", "keys"])
@@ -99,28 +101,23 @@ def test_a_tenant_that_leaves_takes_its_content_along(engine: Engine) -> None:
     with make_manager(engine, memory) as manager:
         for namespace in names:
             seed(engine, manager, [PROMPT], **namespace)
-        # Half of it is not in this pool, but another process had saved it.
-        seed_elsewhere(memory, OTHER, salt="leaves")
         forgotten = manager.forget(namespace=("leaves", None))
-        assert forgotten.wait(600) and forgotten.stores == {"memory": 2 * BLOCKS}
+        assert forgotten.wait(600) and forgotten.stores == {"memory": BLOCKS}
         assert engine.reusable(PROMPT, salt="leaves") == 0 and engine.reusable(PROMPT, salt=b"leaves") > 0
     assert [restarted(memory, **namespace) for namespace in names] == [BLOCKS, 0, BLOCKS, BLOCKS, BLOCKS]
-    assert restarted(memory, OTHER, salt="leaves") == 0
-
-
-def seed_elsewhere(memory: MemoryStore, prompt: list[int], **names: Any) -> None:
-    """Another pool has computed and saved a prompt."""
-    other = make_engine(P=64, S=64)
-    opened = memory._memory
-    with other.cache, make_manager(other, memory) as manager:
-        seed(other, manager, [prompt], **names)
-    memory._memory = opened
 
 
 def seed_first(memory: Any) -> None:
     other = make_engine(P=64, S=64)
     with other.cache, make_manager(other, memory) as manager:
         seed(other, manager, [PROMPT])
+
+
+def test_what_another_process_has_saved_is_forgotten_too(engine: Engine, drop: Drop) -> None:
+    memory = store()
+    seed_first(memory)
+    with make_manager(engine, memory) as manager:
+        assert drop(engine, manager).wait(600) and not memory._blocks
 
 
 @pytest.mark.parametrize("clears", [False, True])
@@ -138,25 +135,6 @@ def test_all_groups_of_layers_are_dropped(clears: bool) -> None:
         assert handle.wait(600) and handle.blocks == 0
 
 
-def test_what_is_computed_again_is_saved_and_found_again(engine: Engine, drop: Drop) -> None:
-    memory = store()
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, [PROMPT])
-        assert drop(engine, manager).wait(600)
-        seed(engine, manager, [PROMPT])
-    assert restarted(memory) == BLOCKS
-
-
-def test_readers_of_events_learn_what_the_store_has_lost(engine: Engine, drop: Drop) -> None:
-    with make_manager(engine, store()) as manager:
-        seed(engine, manager, [PROMPT])
-        manager.events()
-        drop(engine, manager)
-        events_of_store = [event for event in manager.events() if event.tier == "memory"]
-        assert {event.kind for event in events_of_store} == {"removed"}
-        assert sum(len(event.keys) for event in events_of_store) == BLOCKS
-
-
 # -- work under way ------------------------------------------------------------------------------------
 
 
@@ -167,7 +145,7 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(engine: Engine, wron
     wrong.after["load"] = lambda answer: answer if next(count) else (gate(), answer)[1]
     with make_manager(engine, wrong, staging_blocks=8) as manager:
         handle = manager.prefetch(engine.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(600)
+        gate.wait()
         until(lambda: manager.stats().stores["wrong"].blocks["load", "ok"] >= 3)
         forgotten = drop(engine, manager)
         assert handle.wait(600) and handle.ended in ("forgotten", "cleared")
@@ -182,7 +160,7 @@ def test_a_save_that_is_over_and_not_noted_is_taken_back(engine: Engine, wrong: 
     clock, gate = HeldClock(), wrong.hold("save")
     with make_manager(engine, wrong, clock=clock) as manager:
         engine.seed(PROMPT, len(PROMPT))
-        assert gate.reached.wait(600)
+        gate.wait()
         with clock.held():
             gate.open()
             until(lambda: manager.stats().stores["wrong"].blocks["save", "ok"] == BLOCKS)
@@ -223,7 +201,7 @@ def test_what_waits_to_be_saved_is_given_up_and_counted(engine: Engine, wrong: W
     gate = wrong.hold("save")
     with make_manager(engine, wrong, staging_blocks=2) as manager:
         engine.seed(PROMPT, len(PROMPT))
-        assert gate.reached.wait(600)
+        gate.wait()
         until(lambda: manager.stats().waiting_blocks == BLOCKS - 1)
         forgotten = drop(engine, manager)
         assert manager.stats().dropped["wrong", "forgotten"] == BLOCKS - 1
@@ -233,24 +211,6 @@ def test_what_waits_to_be_saved_is_given_up_and_counted(engine: Engine, wrong: W
 
 
 # -- stores that do not do it --------------------------------------------------------------------------
-
-
-def test_a_store_that_is_down_blocks_nobody_and_brings_nothing_back(engine: Engine, wrong: Wrong, drop: Drop) -> None:
-    with make_manager(engine, wrong) as manager:
-        seed(engine, manager, [PROMPT])
-        down = Down(wrong)
-        forgotten = drop(engine, manager)
-        assert down.refused.acquire(timeout=600) and down.refused.acquire(timeout=600)
-        assert not forgotten.wait(0.0) and forgotten.stores == {"wrong": None}
-        assert "I/O error" in forgotten.errors["wrong"]
-        assert manager.stats().stores["wrong"].unconfirmed_drops == 1
-        assert fetch(engine, manager, PROMPT) == 0
-        # It is computed again meanwhile: the pool has it, and the store does not get it yet.
-        seed(engine, manager, [PROMPT])
-        assert engine.reusable(PROMPT) > 0 and manager.stats().dropped["wrong", "cancelled"] == BLOCKS
-        down.up()
-        assert forgotten.wait(600) and forgotten.stores == {"wrong": BLOCKS}
-    assert restarted(wrong.inner) == 0
 
 
 def test_a_suspended_store_is_notified_too(engine: Engine, wrong: Wrong, drop: Drop) -> None:
@@ -273,23 +233,15 @@ def test_one_of_two_stores_confirms_while_the_other_is_down(engine: Engine, wron
         seed(engine, manager, [PROMPT])
         down = Down(wrong)
         forgotten = drop(engine, manager)
-        until(lambda: forgotten.stores == {"memory": BLOCKS, "wrong": None})
+        until(lambda: forgotten.stores == {"memory": BLOCKS, "wrong": None} and "wrong" in forgotten.errors)
+        assert "I/O error" in forgotten.errors["wrong"] and not forgotten.wait(0.0)
+        assert manager.stats().stores["wrong"].unconfirmed_drops == 1
         assert fetch(engine, manager, PROMPT) == 0, "the far store does not bring it"
+        # It is computed again meanwhile: the far store does not get it yet.
+        seed(engine, manager, [PROMPT])
+        assert engine.reusable(PROMPT) > 0 and manager.stats().dropped["wrong", "cancelled"] == BLOCKS
         down.up()
         assert forgotten.wait(600) and forgotten.stores == {"memory": BLOCKS, "wrong": BLOCKS}
-
-
-def test_a_storage_manager_that_ends_before_a_store_has_confirmed_warns(
-    engine: Engine, wrong: Wrong, drop: Drop
-) -> None:
-    with make_manager(engine, wrong) as manager:
-        seed(engine, manager, [PROMPT])
-        down = Down(wrong)
-        forgotten = drop(engine, manager)
-        assert down.refused.acquire(timeout=600)
-    assert not forgotten.wait(600) and forgotten.stores == {"wrong": None}
-    down.up()
-    assert restarted(wrong.inner) == BLOCKS, "as is documented: it must be forgotten again"
 
 
 # -- what is accepted ----------------------------------------------------------------------------------
@@ -299,28 +251,17 @@ def test_bad_arguments_change_nothing(engine: Engine) -> None:
     memory = store()
     with make_manager(engine, memory) as manager:
         seed(engine, manager, [PROMPT])
-        calls: list[tuple[type[Exception], Callable[[], Any]]] = [
-            (TypeError, lambda: manager.forget()),
-            (TypeError, lambda: manager.forget(PROMPT, namespace=(None, None))),
-            (TypeError, lambda: manager.forget(namespace="tenant")),
-            (TypeError, lambda: manager.forget(namespace=(1.5, None))),
-            (TypeError, lambda: manager.forget("prompt")),
-            (TypeError, lambda: manager.clear(force="yes")),
+        calls: list[Callable[[], Any]] = [
+            lambda: manager.forget(),
+            lambda: manager.forget(PROMPT, namespace=(None, None)),
+            lambda: manager.forget(namespace=(1.5, None)),
+            lambda: manager.forget("prompt"),
+            lambda: manager.clear(force="yes"),
         ]
-        for error, call in calls:
-            with pytest.raises(error):
+        for call in calls:
+            with pytest.raises(TypeError):
                 call()
         assert engine.reusable(PROMPT) > 0 and len(memory._blocks) == BLOCKS
-
-
-def test_keys_that_nobody_knows_are_forgotten_too(engine: Engine) -> None:
-    """Another process may have saved them."""
-    memory = store()
-    seed_first(memory)
-    with make_manager(engine, memory) as manager:
-        keys = np.concatenate([engine.prompt(PROMPT).keys, np.array([[1, 2]], np.uint64)])
-        forgotten = manager.forget(keys)
-        assert forgotten.wait(600) and forgotten.blocks == 0 and forgotten.stores == {"memory": BLOCKS}
 
 
 def test_a_store_that_cannot_is_refused_before_anything_has_changed(engine: Engine, wrong: Wrong) -> None:
@@ -361,25 +302,3 @@ def test_too_much_that_waits_to_be_dropped_is_refused_before_anything_has_change
             with pytest.raises(StoreBusy):
                 drop(engine, manager)
         assert engine.reusable(PROMPT) > 0 and len(near._blocks) == BLOCKS
-
-
-def test_a_storage_manager_that_was_closed_refuses(engine: Engine, drop: Drop) -> None:
-    manager = make_manager(engine, store())
-    manager.close()
-    with pytest.raises(PoolClosed):
-        drop(engine, manager)
-
-
-def test_a_pool_that_was_closed_refuses(drop: Drop) -> None:
-    made = make_engine(P=64, S=64)
-    with make_manager(made, store()) as manager:
-        keys = made.prompt(PROMPT)
-        made.cache.close()
-        with pytest.raises(PoolClosed):
-            manager.forget(keys) if drop is DROPS["prompt"] else drop(made, manager)
-
-
-def test_a_short_prompt_has_nothing_to_forget(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        forgotten = manager.forget(PROMPT[: T - 1])
-        assert forgotten.done and forgotten.blocks == 0 and forgotten.stores == {"memory": 0}

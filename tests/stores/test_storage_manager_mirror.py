@@ -160,16 +160,6 @@ def test_each_of_several_groups_is_reported_parents_first() -> None:
             seen |= {(event.group, key.tobytes()) for key in event.keys}
 
 
-def test_clearing_stores_too_leaves_a_mirror_empty(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        early = Mirror(("device", "host", "memory"))
-        seed(engine, manager, [PROMPT])
-        early.feed(manager.events())
-        assert manager.clear().wait(600)
-        early.feed(manager.events())
-        assert early.blocks == {} and manager.match_prefix(PROMPT).store_tokens == 0
-
-
 def test_content_that_is_known_no_more_is_known_to_no_mirror(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage manager's record of what stores have is bounded, and a store has more."""
     monkeypatch.setattr("kvpool.storage.storage_manager.KNOWN_BLOCKS", 6 - 64)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.storage import REFUSED
-from kvpool.storage.circuit_breaker import REPEAT_SECONDS, TroubleLog
+from kvpool.storage.circuit_breaker import REPEAT_SECONDS
 from tests.stores.host_lab import Engine
 from tests.stores.lab import BLOCK_BYTES, Wrong
 from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, tokens
@@ -44,7 +43,7 @@ def test_one_warning_for_each_kind_of_trouble_and_then_a_count(
     store.before["save"] = fail
     for first in (10, 20):
         engine.write(2, first)
-        assert engine.manager.drain(600)
+        engine.drain()
     [first_line] = logged_warnings(caplog)
     assert "wrong" in first_line and "save of 2 blocks: failed" in first_line and "No space left" in first_line
     store.after["load"] = lambda answer: (answer[0], np.roll(answer[1], 1, 1))
@@ -53,7 +52,7 @@ def test_one_warning_for_each_kind_of_trouble_and_then_a_count(
     assert "load of 2 blocks: damaged" in damaged
     engine.now += REPEAT_SECONDS
     engine.write(3, 30)
-    assert engine.manager.drain(600)
+    engine.drain()
     lines = logged_warnings(caplog)
     assert len(lines) == 2 and "save of 5 blocks more: failed" in lines[0] and "suspended" in lines[1]
 
@@ -68,21 +67,12 @@ def test_a_full_store_is_logged_and_an_empty_one_is_not(store: Wrong, caplog: py
     assert ": refused" in line and "save of" in line
 
 
-def test_what_is_given_up_on_purpose_is_not_trouble(
-    engine: Engine, store: Wrong, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.write(4)
-    engine.manager.poll()
-    engine.manager.clear()
-    assert engine.manager.drain(600) and not logged_warnings(caplog)
-
-
 def test_metrics_of_a_host_storage_manager_count_why_blocks_did_not_come_or_go(engine: Engine, store: Wrong) -> None:
     engine.saved(4)
     assert len(engine.ask(6)) == 6
     store.before["save"] = fail
     engine.write(2, 50)
-    assert engine.manager.drain(600)
+    engine.drain()
     registry = CollectorRegistry()
     with PoolMetrics(registry) as metrics:
         metrics.add("a", engine.cache)
@@ -102,58 +92,3 @@ def test_metrics_of_a_host_storage_manager_count_why_blocks_did_not_come_or_go(e
     }
     assert {name: samples.get(name) for name in expected} == expected
     assert samples['kvpool_store_seconds_total{kind="load",pool="a",store="wrong"}'] > 0
-
-
-# ----------------------------------------
-# What is logged of stores that fail: the first of each kind at once, then numbers, and no flood.
-
-
-LOG = logging.getLogger("kvpool.storage.test")
-
-
-class Log:
-    """What was logged since the last call of ``lines``, under the test's own clock."""
-
-    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        self.now, self._caplog = 0.0, caplog
-        self.troubles = TroubleLog("the disk", lambda: self.now, LOG)
-        self._seen = 0
-
-    def lines(self) -> list[str]:
-        warnings = [record.getMessage() for record in self._caplog.records[self._seen :]]
-        self._seen = len(self._caplog.records)
-        return warnings
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Log:
-    caplog.set_level(logging.INFO, LOG.name)
-    return Log(caplog)
-
-
-def test_the_first_trouble_of_each_kind_is_a_warning_with_its_meaning(log: Log) -> None:
-    log.troubles.note("load", "damaged", 3)
-    log.troubles.note("save", "failed", 2, "No space left on device")
-    damaged, failed = log.lines()
-    assert "store the disk: load of 3 blocks: damaged (the bytes were not those that were saved)" in damaged
-    assert "save of 2 blocks: failed No space left on device" in failed
-
-
-def test_trouble_that_goes_on_is_counted_and_logged_once_a_minute(log: Log) -> None:
-    log.troubles.note("load", "late", 1)
-    assert len(log.lines()) == 1
-    for second in range(1, 60):
-        log.now = float(second)
-        log.troubles.note("load", "late", 2)
-    assert log.lines() == []
-    log.now = 60.0
-    log.troubles.note("load", "late", 2)
-    (line,) = log.lines()
-    assert "load of 120 blocks more: late" in line
-    assert log.troubles.counts["load", "late"] == 121
-
-
-def test_what_follows_from_trouble_that_was_logged_is_counted_only(log: Log) -> None:
-    note: Callable[..., None] = log.troubles.note
-    note("load", "suspended", 5, quiet=True)
-    assert log.lines() == [] and log.troubles.counts["load", "suspended"] == 5

@@ -1,4 +1,4 @@
-"""``python -m tests.stores.crash [--states N] [--recoveries N] [--kills N] [--seed S]``: the proof, and its figures."""
+"""``python -m tests.stores.crash [--states N] [--recoveries N] [--seed S]``: the proof, and its figures."""
 
 from __future__ import annotations
 
@@ -42,42 +42,23 @@ def _new(folder: Path) -> Path:
     return folder
 
 
-def kills(count: int, seed: int) -> int:
-    """Kill that many processes; return the number of failures."""
-    with tempfile.TemporaryDirectory() as folder:
-        summary = proof.killed(Path(folder) / "store", count, seed)
-    moments = ", ".join(f"{number} while {name}" for name, number in sorted(summary["moments"].items()))
-    wrong = summary["wrong"]
-    print(
-        f"{summary['kills']} kills: {moments}; {summary['checked']} promised blocks checked, {summary['gone']} gone, "
-        f"{len(wrong)} failures"
-    )
-    print("".join(f"  {failure}\n" for failure in wrong), end="")
-    return len(wrong)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if nothing failed, 1 if something did, 2 if nothing can be recorded here."""
     parser = argparse.ArgumentParser(prog="python -m tests.stores.crash", description="Crash a DiskStore.")
     parser.add_argument("--states", type=int, default=0, metavar="N", help="crash states of one recorded log")
     parser.add_argument("--recoveries", type=int, default=0, metavar="N", help="recoveries to crash, 100 states each")
-    parser.add_argument("--kills", type=int, default=0, metavar="N", help="processes that are killed")
+
     parser.add_argument("--seed", type=int, default=None, metavar="S")
     options = parser.parse_args(arguments)
-    if not options.states + options.recoveries + options.kills:
-        parser.error("give --states, --recoveries or --kills")
+    if not options.states + options.recoveries:
+        parser.error("give --states or --recoveries")
     seed = random.randrange(1 << 31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    failures = 0
     try:
-        if options.states or options.recoveries:
-            failures += states(options.states, options.recoveries, seed)
-        if options.kills:
-            failures += kills(options.kills, seed)
+        return int(states(options.states, options.recoveries, seed) > 0)
     except Missing as missing:
         print(missing, file=sys.stderr)
         return 2
-    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.stores.crash.check import Checker
-from tests.stores.crash.log import ROOT, Record, record
+from tests.stores.crash.log import Record, record
 from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State, Unsupported
 from tests.stores.crash.promises import Promises
 from tests.stores.crash.session import ROWS
@@ -183,11 +179,3 @@ def whole(recording: Recording, point: int) -> State:
     disk = recording.disk()
     disk.apply(recording.records[:point])
     return disk.state(ALL, random.Random(0))
-
-
-def killed(folder: Path, count: int, seed: int, breakage: str = "") -> dict[str, Any]:
-    """Kill that many processes over a store. Return what ``kills`` prints."""
-    command = [sys.executable, "-m", "tests.stores.crash.kills", str(folder), str(count), str(seed), breakage]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    summary: dict[str, Any] = json.loads(done.stdout)
-    return summary

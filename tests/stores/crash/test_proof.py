@@ -4,7 +4,7 @@ things in a wrong order is found."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,20 +49,13 @@ def test_in_hundreds_of_crash_states_nothing_acknowledged_is_lost(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("fate", [None, Fate(keep=0.1, tear=1.0, noise=0.1)], ids=["any fate", "noise"])
 def test_a_crash_of_the_opening_after_a_crash_loses_nothing(
-    recording: Recording, number: int, tmp_path: Path, built: Path
+    recording: Recording, fate: Fate | None, tmp_path: Path, built: Path
 ) -> None:
-    again = proof.recovered(recording, tmp_path, SEED + number)
-    result = proof.replayed(again, 60, SEED + number, built)
-    assert result.states == 60 and result.promised and not result.failures, result.failures
-
-
-@pytest.mark.exhaustive
-def test_saving_again_what_a_crash_has_left_risks_nothing(recording: Recording, tmp_path: Path, built: Path) -> None:
     """Power that fails may leave noise where something is written, and so no block is written that is there."""
     again = proof.recovered(recording, tmp_path, SEED)
-    result = proof.replayed(again, 80, SEED, built, fate=Fate(keep=0.1, tear=1.0, noise=0.1))
+    result = proof.replayed(again, 80, SEED, built, fate=fate)
     assert result.states == 80 and result.promised and not result.failures, result.failures
 
 
@@ -82,48 +75,24 @@ def test_files_of_another_moment_give_no_wrong_bytes(recording: Recording, built
 
 
 @pytest.mark.exhaustive
-def test_processes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
-    print(f"KVPOOL_CRASH_SEED={SEED}")
-    summary = proof.killed(tmp_path / "store", 10, SEED)
-    assert summary["kills"] == 10 and summary["checked"] > 0 and not summary["wrong"], summary
-
-
-# -- the proof can fail --------------------------------------------------------------------------------
-
-
-def assert_found(recording: Recording, harms: Collection[str], built: Path) -> None:
+@pytest.mark.parametrize(
+    ("skip", "breakage", "harms"),
+    [
+        ("slab", "", ["was promised"]),
+        ("rows.sqlite-wal", "", ["was promised"]),
+        ("/store", "", ["was promised"]),
+        ("/recorded", "", ["was promised"]),
+        ("", "row first", ["was promised"]),
+        ("", "acknowledged first", ["was promised", "was forgotten"]),
+    ],
+    ids=["slab not synced", "rows not synced", "names not synced", "folder not synced", "row first", "no wait"],
+)
+def test_a_wrong_order_is_found(skip: str, breakage: str, harms: list[str], tmp_path: Path, built: Path) -> None:
     """Crash states are drawn until each of these harms has been seen, at most 4,000."""
+    recording = record(tmp_path, skip, breakage)
 
     def all_seen(failures: Sequence[str]) -> bool:
         return all(any(harm in failure for failure in failures) for harm in harms)
 
     draws = (proof.replayed(recording, 200, SEED + number, built, all_seen).failures for number in range(20))
     assert any(all_seen(failures) for failures in draws), f"not all of {harms}"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("skip", "breakage"),
-    [
-        ("slab", ""),
-        ("rows.sqlite-wal", ""),
-        ("/store", ""),
-        ("/recorded", ""),
-        ("", "row first"),
-    ],
-    ids=["slab not synced", "database not synced", "names not synced", "folder not synced", "row first"],
-)
-def test_a_wrong_order_is_found(skip: str, breakage: str, tmp_path: Path, built: Path) -> None:
-    assert_found(record(tmp_path, skip, breakage), ["was promised"], built)
-
-
-@pytest.mark.exhaustive
-def test_calls_that_do_not_wait_are_found(tmp_path: Path, built: Path) -> None:
-    assert_found(record(tmp_path, breakage="acknowledged first"), ["was promised", "was forgotten"], built)
-
-
-@pytest.mark.exhaustive
-def test_a_save_that_does_not_wait_is_found_by_kills(tmp_path: Path) -> None:
-    """Processes are killed until one has lost something, at most 200."""
-    runs = (proof.killed(tmp_path / str(n), 10, SEED + n, "acknowledged first") for n in range(20))
-    assert any(run["wrong"] for run in runs)

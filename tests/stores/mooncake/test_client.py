@@ -3,9 +3,7 @@ library that answers what a test wants."""
 
 from __future__ import annotations
 
-import gc
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -21,7 +19,7 @@ from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.children import in_child, refuses
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, codes_of, keys_of, memory
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, codes_of, keys_of, memory, returned
 from tests.stores.mooncake.cluster import object_prefix
 
 SIZE = BLOCK_BYTES + 16
@@ -79,7 +77,8 @@ def hung(library: Library) -> Iterator[tuple[Client, Gate]]:
     library.answers["batch_is_exist"] = lambda keys: gate() or [1]
     reader = threading.Thread(target=lambda: made.exist(["a"]))
     reader.start()
-    assert gate.reached.wait(600) and made.calls == 1
+    gate.wait()
+    assert made.calls == 1
     yield made, gate
     gate.open()
     reader.join(600)
@@ -137,11 +136,6 @@ def test_who_closes_waits_for_calls_under_way(library: Library, hung: tuple[Clie
     assert library.calls.count("close") == 1 and made.calls == 0
 
 
-def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library, hung: tuple[Client, Gate]) -> None:
-    hung[0].close(0.05)
-    assert "close" not in library.calls
-
-
 def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,48 +159,34 @@ def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreWorker, library:
     made.close()
 
 
-def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: StoreWorker, library: Library) -> None:
-    store, gate = MooncakeStore(secret=bytes(32), threads=1), Gate()
-    keys, rows = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
-    with StoreWorker(store, memory(), IDENTITY):
-        library.answers["batch_get_into_multi_buffers"] = lambda names, *rest: gate() or [SIZE]
-        reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
-        reader.start()
-        assert gate.reached.wait(600)
-        in_child(lambda: refuses(lambda: store.load(keys, rows, lambda: False)))
-        gate.open()
-        reader.join(600)
-
-
 # -- what the library answers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("code", "found", "saved", "loaded", "reason"),
+    ("code", "meaning", "reason"),
     [
-        (-200, REFUSED, REFUSED, REFUSED, "no_space"),
-        (-703, ABSENT, ABSENT, ABSENT, "unfinished"),
-        (-704, ABSENT, ABSENT, ABSENT, "not_there"),
-        (-707, FAILED, FAILED, FAILED, "lease_ended"),
-        (-800, FAILED, FAILED, FAILED, "transfer_failed"),
-        (-801, DAMAGED, DAMAGED, DAMAGED, "checksum"),
-        (-900, FAILED, FAILED, FAILED, "master_unreachable"),
-        (-901, FAILED, FAILED, FAILED, "master_late"),
-        (-600, FAILED, FAILED, FAILED, "bad_argument"),
-        (-12345, FAILED, FAILED, FAILED, "other_error"),
+        (-200, REFUSED, "no_space"),
+        (-703, ABSENT, "unfinished"),
+        (-704, ABSENT, "not_there"),
+        (-707, FAILED, "lease_ended"),
+        (-800, FAILED, "transfer_failed"),
+        (-801, DAMAGED, "checksum"),
+        (-900, FAILED, "master_unreachable"),
+        (-901, FAILED, "master_late"),
+        (-600, FAILED, "bad_argument"),
+        (-12345, FAILED, "other_error"),
     ],
 )
 def test_each_code_has_one_meaning_and_is_counted(
-    queue: StoreWorker, library: Library, code: int, found: int, saved: int, loaded: int, reason: str
+    queue: StoreWorker, library: Library, code: int, meaning: int, reason: str
 ) -> None:
     for name in ("batch_put_from_multi_buffers", "batch_get_into_multi_buffers", "batch_is_exist"):
         library.answers[name] = code
     keys = keys_of(queue, 2)
     jobs = [queue.find(keys), queue.save(keys, np.arange(2)), queue.load(keys, np.arange(2))]
-    assert all(job.wait(600, returned=True) for job in jobs)
-    assert [job.codes.tolist() for job in jobs] == [[found] * 2, [saved] * 2, [loaded] * 2]
+    assert [codes_of(job) for job in jobs] == [[meaning] * 2] * 3
     assert queue.stats().store[reason] == 6
-    if found == FAILED:
+    if meaning == FAILED:
         assert all(reason in job.error and str(code) in job.error for job in jobs)
 
 
@@ -229,7 +209,7 @@ def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: St
     answers = iter([[-900] * 3, [0, -703, -704], [0, -704, -704]])
     library.answers["batch_remove"] = lambda *_: next(answers)
     job = queue.forget(keys)
-    assert job.wait(600, returned=True) and job.ok == 3 and job.dropped == 1
+    assert returned(job).ok == 3 and job.dropped == 1
     assert next(answers, None) is None and "unfinished" in job.error
     stats = queue.stats().store
     assert stats["not_there"] == 0 and stats["master_unreachable"] == 3 and stats["unfinished"] == 1
@@ -245,26 +225,16 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreWorker, 
 
     library.answers["remove_by_regex"] = remove
     job = queue.clear()
-    assert job.wait(600, returned=True) and job.ok == 1 and job.dropped == 7
+    assert returned(job).ok == 1 and job.dropped == 7
     mine, others = (object_prefix(secret, identity) for secret, identity in ((bytes(32), IDENTITY), (bytes(32), OTHER)))
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
 
-def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreWorker) -> None:
-    with pytest.raises(ValueError, match="expected one that can drop the blocks of a namespace"):
-        queue.clear(queue.secret.tag(b"tenant"))
-
-
-def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreWorker, library: Library) -> None:
-    library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
-    assert codes_of(queue.load(keys_of(queue, 2), np.arange(2))) == [DAMAGED] * 2
-
-
-@pytest.mark.parametrize("answer", [None, "text", [0], [0] * 5])
+@pytest.mark.parametrize("answer", [None, [0] * 5])
 def test_an_answer_of_another_form_fails_the_blocks(queue: StoreWorker, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
     job = queue.load(keys_of(queue, 4), np.arange(4))
-    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4 and "has answered" in job.error
+    assert codes_of(job) == [FAILED] * 4 and "has answered" in job.error
 
 
 def test_rows_of_a_load_that_the_library_gave_up_are_not_returned_before_it_has_let_go(
@@ -305,7 +275,7 @@ def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreWorker
     tag = queue.secret.tag(b"tenant")
     for first in (0, 4):
         job = queue.save(keys_of(queue, 4, first), np.arange(4), tag=tag, limit=6)
-        assert job.wait(600, returned=True) and job.ok == 4
+        assert returned(job).ok == 4
     assert removed == [2] and queue.stats().store["dropped"] == 2
     library.answers["batch_remove"] = -900
     assert codes_of(queue.save(keys_of(queue, 4, 8), np.arange(4), tag=tag, limit=6)) == [FAILED] * 4, (
@@ -344,8 +314,6 @@ def test_a_client_that_does_not_begin_is_an_error(library: Library, name: str, c
     [
         (ModuleNotFoundError("No module named 'mooncake'"), r"pip install .\.\[mooncake\]"),
         (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
-        (ImportError("libcurl.so.4: cannot open shared object file"), "apt-get install libcurl4"),
-        (ImportError("libnuma.so.1: cannot open shared object file"), "apt-get install libnuma1"),
         (ImportError("other"), r"cannot be loaded \(other\)$"),
     ],
 )
@@ -362,48 +330,24 @@ def test_what_is_missing_is_named(error: ImportError, words: str, monkeypatch: p
         MooncakeStore(secret=bytes(32))
 
 
-def module_of(monkeypatch: pytest.MonkeyPatch, made: type[Any]) -> None:
-    module = type(sys)("mooncake.store")
-    module.MooncakeDistributedStore = made  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mooncake", type(sys)("mooncake"))
-    monkeypatch.setitem(sys.modules, "mooncake.store", module)
-
-
-def test_a_version_that_lacks_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module_of(monkeypatch, object)
-    with pytest.raises(ImportError, match="has no setup: pip install"):
-        mooncake_client.library()
-
-
-def test_a_version_that_was_not_tested_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = dict.fromkeys(mooncake_client._METHODS)
-    module_of(monkeypatch, type("Store", (), names))
-    monkeypatch.setattr(mooncake_client.metadata, "version", lambda package: "9.9")
-    with pytest.warns(RuntimeWarning, match="Mooncake 9.9 was not tested"):
-        mooncake_client.library()
-
-
 @pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
+    ("arguments", "words"),
     [
-        ({"master": "host"}, ValueError, "master: expected HOST:PORT.*got 'host'"),
-        ({"master": "etcd://a:1;b:2"}, ValueError, "expected HOST:PORT of one master"),
-        ({"master": "a:70000"}, ValueError, "master: .*"),
-        ({"master": 3}, TypeError, "master: .*3"),
-        ({"segment": 100}, ValueError, "segment: expected 0, or 16777216 to .*got 100"),
-        ({"segment": -1}, ValueError, "segment"),
-        ({"protocol": "udp"}, ValueError, "protocol: .*'udp'"),
-        ({"threads": 0}, ValueError, "threads"),
-        ({"threads": "many"}, TypeError, "threads"),
-        ({"hostname": 1}, TypeError, "hostname"),
-        ({"transform": 1}, TypeError, "transform: .*1"),
-        ({"secret": b"short"}, ValueError, "secret: expected 32 bytes"),
-        ({"secret": "ab" * 32}, ValueError, "secret: expected 32 bytes"),
-        ({"secret_file": "/x"}, ValueError, "expected one of them"),
+        ({"master": "host"}, "master: expected HOST:PORT.*got 'host'"),
+        ({"master": "etcd://a:1;b:2"}, "expected HOST:PORT of one master"),
+        ({"master": "a:70000"}, "master: .*"),
+        ({"master": 3}, "master: .*3"),
+        ({"segment": 100}, "segment: expected 0, or 16777216 to .*got 100"),
+        ({"protocol": "udp"}, "protocol: .*'udp'"),
+        ({"threads": 0}, "threads"),
+        ({"hostname": 1}, "hostname"),
+        ({"transform": 1}, "transform: .*1"),
+        ({"secret": "ab" * 32}, "secret: expected 32 bytes"),
+        ({"secret_file": "/x"}, "expected one of them"),
     ],
 )
-def test_bad_arguments_are_named(library: Library, arguments: Any, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words) as raised:
+def test_bad_arguments_are_named(library: Library, arguments: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words) as raised:
         MooncakeStore(**({"secret": bytes(32)} | arguments))
     assert "abab" not in str(raised.value)
 
@@ -426,11 +370,6 @@ def test_the_host_tier_is_opened_to_others_only_where_it_has_to_be(library: Libr
         assert (rows.ctypes.data in registered) != changes and len(registered) == 2 - changes
 
 
-def test_a_store_is_not_pickled(library: Library) -> None:
-    with pytest.raises(TypeError, match="secret would travel"):
-        pickle.dumps(MooncakeStore(secret=bytes(32)))
-
-
 def test_settings_that_are_there_stay_and_others_get_short_bounds(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,12 +379,3 @@ def test_settings_that_are_there_stay_and_others_get_short_bounds(
     client().close()
     assert os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "7"
     assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2" and os.environ["MC_RPC_TIMEOUT_MS"] == "2000"
-
-
-def test_a_client_that_nobody_holds_is_let_go(library: Library) -> None:
-    made = client()
-    made.close()
-    before = len(mooncake_client._OPEN)
-    del made
-    gc.collect()
-    assert len(mooncake_client._OPEN) <= before

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import Transform
-from tests.stores.lab import BLOCK_BYTES, content, keys_of, saved
+from tests.stores.lab import BLOCK_BYTES, codes_of, content, keys_of, returned, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 
 EXTRA = 28
@@ -94,7 +94,7 @@ def test_who_transforms_and_who_does_not_find_nothing_of_each_other(cluster: Clu
 def test_a_transform_that_gives_another_size_fails_the_save(cluster: Cluster, open_at: OpenAt) -> None:
     queue = open_at(cluster.address, transform=Counted(long=4))
     job = queue.save(keys_of(queue, 1), np.arange(1))
-    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED]
+    assert codes_of(job) == [FAILED]
     assert f"expected {BLOCK_BYTES + 3}" in job.error
 
 
@@ -109,4 +109,4 @@ def test_a_transform_that_raises_gives_damaged_blocks(cluster: Cluster, open_at:
 def test_the_memory_for_copies_is_bounded(cluster: Cluster, open_at: OpenAt) -> None:
     queue = open_at(cluster.address, transform=Counted(), slots=40, block_bytes=1 << 10)
     job = queue.save(keys_of(queue, 40), np.arange(40))
-    assert job.wait(600, returned=True) and job.ok == 40
+    assert returned(job).ok == 40
