@@ -240,6 +240,8 @@ def test_a_server_that_starts_again_is_found_again(make: Make) -> None:
         with BlockServer(there.cache, server.endpoint):
             client._timeout_ms = 600_000
             assert client.fetch(tokens) == 6
+    with pytest.raises(ValueError, match="the client is closed"):
+        client.fetch(tokens)
 
 
 def test_a_second_thread_is_sent_away(make: Make) -> None:
@@ -280,12 +282,3 @@ def test_a_second_thread_is_sent_away(make: Make) -> None:
 def test_wrong_arguments_are_named(make: Make, options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=next(iter(options))):
         BlockClient("tcp://127.0.0.1:1", worker(make).cache, **options)
-
-
-def test_keys_of_a_pool_with_another_secret_are_refused_before_anything_is_sent(make: Make) -> None:
-    here, other = worker(make), worker(make, secret=bytes(32))
-    with BlockClient("tcp://127.0.0.1:1", here.cache, timeout=0.1) as client:
-        with pytest.raises(ValueError, match="another secret"):
-            client.fetch(other.prompt(TOKENS))
-    with pytest.raises(ValueError, match="the client is closed"):
-        client.fetch(TOKENS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from workers import Make, stored, worker
 from kvpool.errors import ForkedProcess
 from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.remote import BlockClient, BlockServer, connections
-from tests.children import in_child
+from tests.children import in_child, refuses
 
 
 class Stuck:
@@ -33,24 +31,17 @@ class Stuck:
 def test_a_context_that_does_not_end_is_left_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "GRACE_S", 0.05)
     kept: list[Any] = []
+    stuck, free = Stuck(), Stuck()
+    free.ended.set()
     monkeypatch.setattr(connections, "_unended", kept)
-    stuck: Any = Stuck()
-    with caplog.at_level(logging.WARNING):
-        connections.end(stuck)
+    connections.end(free)  # type: ignore[arg-type]
+    assert free.asked.is_set() and not kept and not caplog.text
+    monkeypatch.setattr(connections, "GRACE_S", 0.05)
+    connections.end(stuck)  # type: ignore[arg-type]
     assert stuck.asked.is_set() and kept == [stuck], "kept, since its destructor would wait"
     assert "did not end" in caplog.text
     stuck.ended.set()
-
-
-def test_a_context_that_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    kept: list[Any] = []
-    monkeypatch.setattr(connections, "_unended", kept)
-    free: Any = Stuck()
-    free.ended.set()
-    connections.end(free)
-    assert free.asked.is_set() and not kept and not caplog.text
 
 
 def test_a_client_that_nobody_closed_keeps_nobody_waiting() -> None:
@@ -81,11 +72,6 @@ def test_a_descriptor_that_is_something_else_by_now_is_asked_nothing_and_kept_op
 # parent goes on.
 
 
-def refuses(call: Callable[[], object]) -> None:
-    with pytest.raises(ForkedProcess, match=r"belongs to process \d+, and this is process \d+: make one of its own"):
-        call()
-
-
 def test_a_server_a_publisher_and_a_client_refuse_a_child_and_serve_their_parent(make: Make) -> None:
     there, here = worker(make, event_capacity=64), worker(make)
     tokens = stored(there, 4)
@@ -95,10 +81,8 @@ def test_a_server_a_publisher_and_a_client_refuse_a_child_and_serve_their_parent
     publisher.flush()
 
     def child() -> None:
-        for call in (server.close, server.stats, publisher.flush, publisher.stats, publisher.close, client.close):
-            refuses(call)
-        refuses(lambda: client.fetch(tokens))
-        refuses(lambda: client.fetch_blocks([bytes(16)]))
+        refuses(server.close, server.stats, publisher.flush, publisher.stats, publisher.close, client.close)
+        refuses(lambda: client.fetch(tokens), lambda: client.fetch_blocks([bytes(16)]))
         for part in (server, publisher, client):
             with pytest.raises(ForkedProcess), part:
                 pass

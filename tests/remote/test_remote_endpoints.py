@@ -87,12 +87,6 @@ def test_one_of_two_servers_starts_on_one_path_at_the_same_instant(
     servers[0].close()
 
 
-def test_an_endpoint_that_is_taken_is_an_error_that_leaves_nothing_behind(make: Make) -> None:
-    cache = worker(make).cache
-    with BlockServer(cache) as server, pytest.raises(zmq.ZMQError, match="Address already in use"):
-        BlockServer(cache, server.endpoint)
-
-
 def test_clients_with_a_known_key_are_served_everywhere(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
     tokens = stored(there, 4)

@@ -6,16 +6,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from relay import Relay
-from workers import HUGE, Make, Raw, expected, stored, worker
+from workers import HUGE, Make, expected, stored, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteTimeout
-from kvpool.remote.session import Get
 from kvpool.remote.transport import InlineServer
 from tests.waiting import until
 
@@ -159,34 +157,3 @@ def test_what_was_on_its_way_is_released_when(make: Make, end: str) -> None:
         assert overwrite(there) == BLOCKS
         relay.cut()
         assert isinstance(fetch.wait(), RemoteTimeout)
-
-
-def test_an_answer_to_a_client_that_has_gone_is_counted_and_its_blocks_unpinned(make: Make) -> None:
-    there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
-    keys = b"".join(there.keys(stored(there, BLOCKS)))
-    with (
-        BlockServer(there.cache, limits=replace(ALL, requests_per_client=1)) as server,
-        Relay(server.endpoint) as relay,
-    ):
-        with Raw(relay.endpoint, there) as raw:
-            raw.enter()
-            relay.hold()
-            raw.send(Get(2, 0), keys)
-            raw.send(Get(3, 0), keys)  # waits for the first
-            until(lambda: server.stats().transfers == 1, "transfer")
-            relay.cut()
-            until(lambda: server.stats().dropped >= 1 and not there.cache.leases, "drop")
-            assert server.stats().transfers == server.stats().transfer_bytes == 0
-
-
-def test_small_blocks_are_copied_and_pinned_no_longer_than_that(make: Make) -> None:
-    there = worker(make)
-    tokens = stored(there, 8)
-    with BlockServer(there.cache) as server, Relay(server.endpoint) as relay, Raw(relay.endpoint, there) as raw:
-        raw.enter()
-        relay.hold()
-        raw.send(Get(2, 0), b"".join(there.keys(tokens)))
-        until(lambda: server.stats().blocks == 8, "answer")
-        assert not there.cache.leases
-        relay.pass_on()
-        assert raw.answer().blocks == [b"".join(expected(there, tokens))]

@@ -84,9 +84,6 @@ def engine() -> Iterator[Any]:
 def wrong() -> Wrong:
     """A store that has the first 41 tokens, and fails as a test directs."""
     from tests.stores.lab import Wrong
-    from tests.stores.pool_lab import make_engine, make_manager, seed, store, tokens
+    from tests.stores.pool_lab import stocked, tokens
 
-    made, memory = make_engine(P=64, S=64), store()
-    with made.cache, make_manager(made, memory) as manager:
-        seed(made, manager, [tokens(41)])
-    return Wrong(memory)
+    return Wrong(stocked(tokens(41)))

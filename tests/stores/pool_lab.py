@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import BlockKeys, KVCacheManager, LayerGroup, ModelIdentity
-from kvpool.storage import MemoryStore
+from kvpool.storage import MemoryStore, Prefetch
 from kvpool.storage.storage_manager import StorageManager
 from kvpool.storage.store import Store
 from tests.engine import Engine, open_engine, small_layout
@@ -50,11 +50,24 @@ def seed(engine: Engine, manager: StorageManager, prompts: Iterable[Sequence[int
         assert manager.drain(600)
 
 
-def fetch(engine: Engine, manager: StorageManager, prompt: Sequence[int], **names: Any) -> int:
-    """Prefetch a prompt. Return the number of blocks that came."""
+def stocked(*prompts: Sequence[int]) -> MemoryStore:
+    """A store in which another process has saved prompts."""
+    engine, memory = make_engine(P=256, S=256), store(1024)
+    with engine.cache, make_manager(engine, memory) as manager:
+        seed(engine, manager, prompts)
+    return memory
+
+
+def prefetched(engine: Engine, manager: StorageManager, prompt: Sequence[int], **names: Any) -> Prefetch:
+    """Prefetch a prompt, and wait for the end."""
     handle = manager.prefetch(engine.prompt(prompt, **names), timeout=600.0)
     assert handle.wait(600), manager.stats()
-    return handle.blocks
+    return handle
+
+
+def fetch(engine: Engine, manager: StorageManager, prompt: Sequence[int], **names: Any) -> int:
+    """Prefetch a prompt. Return the number of blocks that came."""
+    return prefetched(engine, manager, prompt, **names).blocks
 
 
 def grouped(host_blocks: int = 32, head_dim: int = 3) -> KVCacheManager:

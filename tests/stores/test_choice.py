@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from asv_bench.load_grid import cell, lost_most
-from kvpool.storage.choice import BUDGET, Load, LoadOrCompute, Speed
+from kvpool.storage.choice import BUDGET, Load, LoadOrCompute
 from tests.seeds import some_of
 from tests.stores.choice_grid import SCENARIOS
 from tests.stores.clock import World, arrivals, grid, made_arrivals, means
@@ -143,14 +143,6 @@ def run_of(choice: LoadOrCompute, load: Load, kind: str, random: Random, number:
 # -- one choice ----------------------------------------------------------------------------------------
 
 
-def test_hits_that_are_shorter_than_the_latency_are_computed() -> None:
-    choice = trained(latency=0.5, bandwidth=1e9)
-    assert choice.choose(40).blocks == 0, "0.4 s to compute"
-    assert choice.choose(200).blocks == 200, "2 s to compute"
-    latency, bandwidth = choice.expected()
-    assert latency == pytest.approx(0.5, rel=0.01) and bandwidth == pytest.approx(1e9, rel=0.01)
-
-
 def test_a_hit_at_the_end_of_a_long_queue_is_computed() -> None:
     choice = trained(latency=0.01, bandwidth=1e9)
     assert choice.choose(100, ahead_bytes=200 * MIB).blocks == 100
@@ -229,20 +221,6 @@ def test_loads_that_gain_less_than_expected_end_until_one_succeeds() -> None:
     assert choice.choose(100).blocks == 100
 
 
-def test_one_probe_that_succeeds_is_enough() -> None:
-    """Even for a store that saves little, 0.71 s instead of 1 s, and has given nothing for a long time."""
-    choice = trained(latency=0.01, bandwidth=150e6)
-    for _ in range(5_000):
-        load = choice.choose(100)
-        if load.blocks:
-            choice.late(load, 0, load.until)
-            choice.end(load, 0, load.until)
-    while not (load := choice.choose(100)).blocks:
-        pass
-    choice.end(load, 100, 0.71)
-    assert choice.choose(100).blocks == 100
-
-
 def test_probes_wait_longer_each_time() -> None:
     """A latency that is longer than what the first probe may lose is found all the same."""
     choice = LoadOrCompute(1_600.0, MIB, 16)
@@ -270,13 +248,3 @@ def test_a_load_that_nobody_waits_for_teaches_nothing() -> None:
 
 
 # -- the estimate --------------------------------------------------------------------------------------
-
-
-def test_the_mean_of_noisy_loads_is_found() -> None:
-    random, speed, errors = Random(7), Speed(), []
-    for _ in range(4_000):
-        blocks = random.choice([1, 10, 100])
-        right = 0.02 + blocks * MIB / 1e9
-        speed.observe(blocks * MIB, right * random.lognormvariate(-0.125, 0.5))
-        errors.append(speed.seconds(50 * MIB) / (0.02 + 50 * MIB / 1e9))
-    assert sum(errors) / len(errors) == pytest.approx(1.0, abs=0.1)

@@ -269,15 +269,6 @@ def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(disk:
         assert faulty.count["pwritev"] == 1
 
 
-def test_a_key_twice_in_one_call_is_saved_once(disk: Disk) -> None:
-    with disk(8) as queue:
-        fill(queue.memory, 1)
-        key = keys_of(queue, 1)
-        job = queue.save(np.concatenate([key, key]), np.array([0, 0]))
-        assert returned(job).ok == 2 and queue.stats().store["blocks"] == 1
-        assert returned(queue.load(np.concatenate([key, key]), np.array([3, 4]))).ok == 2
-
-
 def test_another_call_takes_over_when_a_save_of_the_same_key_fails(disk: Disk, faulty: Faulty) -> None:
     with disk(8) as queue:
         gate = Gate()

@@ -3,9 +3,7 @@ whatever the stores do."""
 
 from __future__ import annotations
 
-import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ import pytest
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.pool import Missed
 from kvpool.storage import MemoryStore, StoreWorker
-from kvpool.storage.host_cache_adapter import HostCacheAdapter
 from kvpool.storage.host_storage_manager import HostStorageManager
 from tests.stores.host_lab import Engine, Make
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
@@ -152,37 +149,12 @@ def test_a_store_that_was_given_no_time_is_not_blamed(make: Make, store: Wrong) 
     gate.open()
 
 
-def test_what_a_clear_gives_up_is_counted(make: Make, store: Wrong) -> None:
-    engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
-    engine.write(10)
-    engine.manager.lookup(names(3, 50))
-    engine.manager.poll()
-    engine.until(gate.reached.is_set)
-    engine.manager.lookup(names(2, 60))
-    assert (engine.stats.saving, engine.stats.waiting_blocks) == (4, 6)
-    engine.manager.clear()
-    assert engine.stats.unsaved == {"cancelled": 10}
-    gate.open()
-    engine.drain()
-    stats = engine.stats
-    assert stats.loaded_blocks + sum(stats.missed.values()) == stats.asked == 5 and stats.missed["cancelled"] >= 2
-    assert stats.saved_blocks + sum(stats.unsaved.values()) == stats.unsaved["cancelled"] == 10
-
-
 def test_a_call_that_hangs_is_reported_for_either_store(make: Make, store: Wrong) -> None:
     engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), store.hold("save")
     engine.write(2)
     engine.until(gate.reached.is_set)
     assert not engine.manager.close(0.05)
     gate.open()
-
-
-def test_what_no_store_gets_is_counted_for_each(make: Make, store: Wrong) -> None:
-    engine = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store)
-    engine.write(3)
-    engine.cache.forget(names(3))
-    engine.drain()
-    assert engine.stats.unsaved == {"evicted": 6}
 
 
 # -- bounds ----------------------------------------------------------------------------------------------
@@ -377,32 +349,3 @@ def test_what_is_written_anew_while_it_waits_is_saved_once(make: Make, store: Wr
     engine.drain()
     assert engine.stats.saved_blocks == sum(calls) == 8
     assert not any(engine.manager._adapter._runs)
-
-
-def test_a_prompt_that_two_jobs_save_comes_back_into_its_order_when_the_second_has_ended() -> None:
-    """Even if that job has blocks of other prompts too."""
-    touched: list[Any] = []
-    tier: Any = object.__new__(HostCacheAdapter)
-    tier.cache = SimpleNamespace(touch=touched.append)
-    tier._runs, tier._in_one, tier.reports = [{}], 256, False
-    short, other = tuple(b"one%d" % i for i in range(10)), tuple(b"other%d" % i for i in range(15))
-    first, second = tier.to_save(short, 0, short), tier.to_save(other, 0, other)
-    for chosen in (dict.fromkeys(short[:5], first), dict.fromkeys(short[5:], first) | dict.fromkeys(other, second)):
-        tier.ended(0, chosen, [True] * len(chosen))
-    assert touched == [short], "the other was in one job"
-
-
-def test_saves_that_end_are_not_compared_with_all_that_wait() -> None:
-    """A store that falls behind has thousands of blocks wait, each of a prompt of its own: the scheduler waits."""
-    tier: Any = object.__new__(HostCacheAdapter)
-    tier.cache = SimpleNamespace(touch=lambda prompt: None)
-    tier._runs, tier._in_one, tier.reports = [{}], 1, False
-    keys = [(b"%d" % i,) for i in range(600)]
-    runs = {prompt[0]: tier.to_save(prompt, 0, prompt) for prompt in keys}
-    chosen, calls = dict([*runs.items()][:100]), list[str]()
-    sys.setprofile(lambda frame, event, of: calls.append(event))
-    try:
-        tier.ended(0, chosen, [True] * len(chosen))
-    finally:
-        sys.setprofile(None)
-    assert len(tier._runs[0]) == 500 and len(calls) < 5000

@@ -128,13 +128,3 @@ def test_after_clear_a_listener_knows_of_nothing_in_stores(make: Make, store: Wr
     engine.until(lambda: not engine.stats.stores[0].unconfirmed_drops)
     engine.saved(2, 30)
     assert kept(engine, set()) == {*names(2, 30)}
-
-
-def test_keys_that_are_followed_no_more_are_known_to_no_listener(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.storage.host_cache_adapter.REPORTED_MAX", 5)
-    engine = make(blocks=16)
-    assert kept(engine, set()) == set()
-    engine.saved(3)
-    engine.saved(4, 10)
-    known = kept(engine, set())
-    assert len(known) == 5 and known >= {*names(4, 10)}

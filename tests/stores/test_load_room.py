@@ -14,7 +14,18 @@ from kvpool.storage.store import Store
 from tests.seeds import some_of
 from tests.stores.host_lab import ABSENT, HERE, Engine, Make, engines
 from tests.stores.lab import Wrong, names
-from tests.stores.pool_lab import IDENTITY, fetch, grouped, make_engine, make_manager, seed, store, tokens, write_all
+from tests.stores.pool_lab import (
+    IDENTITY,
+    fetch,
+    grouped,
+    make_engine,
+    make_manager,
+    prefetched,
+    stocked,
+    store,
+    tokens,
+    write_all,
+)
 
 SEED = 20_261
 LOAD_SECONDS = 2.0
@@ -53,7 +64,7 @@ def look_up(engine: Engine, request: str, keys: list[bytes]) -> list[int]:
     return np.where(engine.manager.lookup(keys, request) == HERE, HERE, ABSENT).tolist()
 
 
-def stocked(make: Make, count: int, blocks: int = 16, room: int = 8, event_capacity: int = 0) -> Engine:
+def with_store(make: Make, count: int, blocks: int = 16, room: int = 8, event_capacity: int = 0) -> Engine:
     """An empty cache before a store with keys 0 to ``count``, with room for that many loads."""
     engine = make(blocks=blocks, load_share=room / blocks, event_capacity=event_capacity)
     for first in range(0, count, 8):
@@ -62,7 +73,7 @@ def stocked(make: Make, count: int, blocks: int = 16, room: int = 8, event_capac
 
 
 def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make) -> None:
-    engine = stocked(make, 16)
+    engine = with_store(make, 16)
     engine.manager.lookup(names(8), "r0")
     engine.manager.finish("r0")
     engine.drain()
@@ -86,7 +97,7 @@ def test_blocks_on_their_way_for_a_request_that_has_ended_count_until_they_have_
 
 @pytest.mark.parametrize("how", ["read", "finish"])
 def test_a_request_waits_for_the_room_of_another_and_loads_all(make: Make, how: str) -> None:
-    engine = stocked(make, 16)
+    engine = with_store(make, 16)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.manager.lookup(names(6, 8), "r1")
     wait(engine)
@@ -101,7 +112,7 @@ def test_a_request_waits_for_the_room_of_another_and_loads_all(make: Make, how: 
 
 
 def test_a_request_waits_for_room_for_half_of_its_time_and_only_once(make: Make) -> None:
-    engine = stocked(make, 24)
+    engine = with_store(make, 24)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.manager.lookup(names(8, 8), "r1")
     wait(engine)
@@ -120,7 +131,7 @@ def test_a_request_waits_for_room_for_half_of_its_time_and_only_once(make: Make)
 
 
 def test_a_prompt_longer_than_the_room_does_not_wait_for_itself(make: Make) -> None:
-    engine = stocked(make, 16)
+    engine = with_store(make, 16)
     assert engine.manager.lookup(names(12), "r0").tolist() == [HostCache.PENDING] * 12
     wait(engine)
     assert engine.manager.lookup(names(12), "r0").tolist() == [HERE] * 8 + [ABSENT] * 4
@@ -128,7 +139,7 @@ def test_a_prompt_longer_than_the_room_does_not_wait_for_itself(make: Make) -> N
 
 
 def test_a_request_that_ends_while_it_waits_is_waited_for_no_longer(make: Make) -> None:
-    engine = stocked(make, 16)
+    engine = with_store(make, 16)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.manager.lookup(names(4, 8), "r1")
     wait(engine)
@@ -138,7 +149,7 @@ def test_a_request_that_ends_while_it_waits_is_waited_for_no_longer(make: Make) 
 
 
 def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_once(make: Make) -> None:
-    engine = stocked(make, 16)
+    engine = with_store(make, 16)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.write(16, 100)
     engine.drain()
@@ -149,7 +160,7 @@ def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_
 
 
 def test_a_block_that_was_evicted_unread_and_that_the_engine_writes_again_does_not_count(make: Make) -> None:
-    engine = stocked(make, 8)
+    engine = with_store(make, 8)
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.write(16, 100)
     engine.drain()
@@ -199,7 +210,7 @@ def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, num
     writes evicts blocks that nobody has read, in the smaller caches."""
     print("seed", SEED + number)
     random = np.random.default_rng(SEED + number)
-    engine = stocked(make, 64, blocks=blocks, room=64 if blocks == 128 else 12, event_capacity=1 << 12)
+    engine = with_store(make, 64, blocks=blocks, room=64 if blocks == 128 else 12, event_capacity=1 << 12)
     accounts, written = Accounts(engine), 64
     asked: dict[str, list[bytes]] = {}
     for step in range(120):
@@ -237,20 +248,16 @@ def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, num
 
 
 def test_promoted_blocks_of_a_pool_that_are_evicted_unread_leave_their_room_to_the_next_prefetch() -> None:
-    memory, prompts = store(), [tokens(33, 1000 * i) for i in range(2)]
-    engine = make_engine(P=64, S=64)
-    with engine.cache, make_manager(engine, memory) as manager:
-        seed(engine, manager, prompts)
-    two = make_engine(P=64, S=16)
-    with two.cache, make_manager(two, memory, promotion_blocks=12) as manager:
+    prompts, two = [tokens(33, 1000 * i) for i in range(2)], make_engine(P=64, S=16)
+    with two.cache, make_manager(two, stocked(*prompts), promotion_blocks=12) as manager:
         assert fetch(two, manager, prompts[0]) == 8 == manager.stats().promoted_blocks
         others = two.prompt(tokens(64, 5000))
         blank = np.zeros(two.cache.layout.block_bytes, np.uint8)
         assert two.cache.imports.import_blocks(others, [blank] * 16) == 16
         assert two.reusable(prompts[0]) == 0, "all that has come is evicted, and its prefetch was not cancelled"
         # With room for four, it would end with these.
-        handle = manager.prefetch(two.prompt(prompts[1]), timeout=600.0)
-        assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
+        handle = prefetched(two, manager, prompts[1])
+        assert (handle.ended, handle.blocks) == ("loaded", 8)
         assert manager.drain(600) and manager.stats().promoted_blocks == 8
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, ModelIdentity
+from kvpool import KVCacheManager
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
 from kvpool.storage import StorageManager
 from tests.device.faults import FaultyDevice
 from tests.engine import small_layout
+from tests.stores.lab import OTHER
 from tests.stores.pool_lab import (
     IDENTITY,
     SECRET,
@@ -21,8 +22,10 @@ from tests.stores.pool_lab import (
     grouped,
     make_engine,
     make_manager,
+    prefetched,
     read_all,
     seed,
+    stocked,
     store,
     tokens,
     write_all,
@@ -30,33 +33,26 @@ from tests.stores.pool_lab import (
 
 
 def test_a_prompt_gets_no_more_than_the_room_for_promotions() -> None:
-    memory, prompt = store(), tokens(41)
-    engine = make_engine()
-    with engine.cache, make_manager(engine, memory) as manager:
-        seed(engine, manager, [prompt])
-    two = make_engine()
-    with two.cache, make_manager(two, memory, promotion_blocks=4) as manager:
-        handle = manager.prefetch(two.prompt(prompt), timeout=600.0)
-        assert handle.wait(600) and handle.ended == "full" and handle.blocks == 4
-        assert two.reusable(prompt) == 16 and manager.stats().promoted_blocks == 4
-        sequence = two.add(prompt)
+    prompt, engine = tokens(41), make_engine()
+    with engine.cache, make_manager(engine, stocked(prompt), promotion_blocks=4) as manager:
+        handle = prefetched(engine, manager, prompt)
+        assert handle.ended == "full" and handle.blocks == 4
+        assert engine.reusable(prompt) == 16 and manager.stats().promoted_blocks == 4
+        sequence = engine.add(prompt)
         assert sequence.cached == 16
-        two.finish(sequence)
+        engine.finish(sequence)
         assert manager.drain(600) and manager.stats().promoted_blocks == 0
-        assert fetch(two, manager, tokens(41)) == 0
+        assert fetch(engine, manager, prompt) == 0
 
 
 def test_a_prefetch_ends_when_the_host_is_full_of_the_blocks_before() -> None:
     """The host keeps its copies of the beginning of the prompt, which is on the device by now."""
-    engine, memory, prompt = make_engine(), store(), tokens(41)
-    with engine.cache, make_manager(engine, memory) as manager:
-        seed(engine, manager, [prompt])
-    two = make_engine(S=4)
-    with two.cache, make_manager(two, memory, promotion_blocks=4) as manager:
-        assert fetch(two, manager, prompt) == 4 and two.cache.content.prefetch(two.prompt(prompt)) == 4
+    prompt, engine = tokens(41), make_engine(S=4)
+    with engine.cache, make_manager(engine, stocked(prompt), promotion_blocks=4) as manager:
+        assert fetch(engine, manager, prompt) == 4 and engine.cache.content.prefetch(engine.prompt(prompt)) == 4
         assert manager.drain(600) and manager.stats().promoted_blocks == 0
-        handle = manager.prefetch(two.prompt(prompt), timeout=3600.0)
-        assert handle.wait(600) and handle.ended == "full" and handle.blocks == 0
+        handle = prefetched(engine, manager, prompt)
+        assert handle.ended == "full" and handle.blocks == 0
         assert manager.stats().promoted_blocks == 0, "what did not come waits for nobody"
 
 
@@ -106,18 +102,17 @@ def test_nothing_crosses_namespaces_and_their_types() -> None:
 
 
 def test_another_model_or_layout_finds_nothing() -> None:
-    memory, prompt = store(), tokens(17)
-    engine = make_engine()
-    with engine.cache, make_manager(engine, memory) as manager:
-        seed(engine, manager, [prompt])
-    other = ModelIdentity("tiny", "rev 2", "uint16", "2 layers", "test 1")
-    for options, identity in (({}, other), ({"layout": {"kv_heads": 1}}, IDENTITY), ({"window": 8}, IDENTITY)):
-        two = make_engine(**options)
-        with two.cache, make_manager(two, memory, identity=identity) as manager:
-            assert fetch(two, manager, prompt) == 0
-    two = make_engine()
-    with two.cache, make_manager(two, memory) as manager:
-        assert fetch(two, manager, prompt) == 4
+    prompt = tokens(17)
+    memory = stocked(prompt)
+    for blocks, options, identity in (
+        (0, {}, OTHER),
+        (0, {"layout": {"kv_heads": 1}}, IDENTITY),
+        (0, {"window": 8}, IDENTITY),
+        (4, {}, IDENTITY),
+    ):
+        engine = make_engine(**options)
+        with engine.cache, make_manager(engine, memory, identity=identity) as manager:
+            assert fetch(engine, manager, prompt) == blocks
 
 
 def test_prompts_that_publish_nothing_are_not_saved() -> None:
@@ -137,9 +132,7 @@ def test_a_prefetch_says_why_there_is_no_more() -> None:
         seed(engine, manager, [tokens(17)])
         ends = []
         for prompt in (tokens(17, 500), tokens(17), tokens(17)):
-            handle = manager.prefetch(engine.prompt(prompt), timeout=600.0)
-            assert handle.wait(600)
-            ends.append(handle.ended)
+            ends.append(prefetched(engine, manager, prompt).ended)
             if prompt[0]:
                 engine.cache.clear()
         assert ends == ["absent", "loaded", "cached"]
@@ -191,12 +184,9 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
 
 def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewhere() -> None:
     """Blocks from a far store are saved in the near one. They come after what the host had before."""
-    far, prompt = store(), tokens(17)
+    prompt = tokens(17)
+    far, two = stocked(prompt), make_engine(P=8, S=16)
     far.name = "far"
-    engine = make_engine()
-    with engine.cache, make_manager(engine, far) as manager:
-        seed(engine, manager, [prompt])
-    two = make_engine(P=8, S=16)
     with two.cache, make_manager(two, [store(), far], promotion_blocks=8) as manager:
         for first in range(1000, 4000, 1000):
             seed(two, manager, [tokens(17, first)])

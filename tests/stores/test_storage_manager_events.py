@@ -102,18 +102,6 @@ def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
 # -- matches -------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_a_store_was_asked_for_is_known_without_loading(engine: Engine) -> None:
-    memory = store()
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, [PROMPT])
-    two = make_engine()
-    with two.cache, make_manager(two, memory, promotion_blocks=2) as manager:
-        assert manager.match_prefix(two.prompt(PROMPT)).store_tokens == 0
-        assert fetch(two, manager, PROMPT) == 2
-        match = manager.match_prefix(two.prompt(PROMPT))
-        assert (match.full_tokens, match.store_tokens) == (8, 32)
-
-
 # -- metrics -------------------------------------------------------------------------------------------
 
 

@@ -43,18 +43,6 @@ def test_damaged_or_failed_blocks_are_reported_until_they_are_right_again(engine
         assert manager.explain(PROMPT).missed[0].trouble == ()
 
 
-def test_what_came_too_late_is_reported(engine: Engine, wrong: Wrong) -> None:
-    gate, clock = wrong.hold("load"), Clock()
-    with make_manager(engine, wrong, clock=clock) as manager:
-        handle = manager.prefetch(engine.prompt(PROMPT), 5.0)
-        gate.wait()
-        clock.pass_(5.0)
-        assert handle.wait(600)
-        gate.open()
-        assert manager.drain(600)
-        assert {each.trouble for each in manager.explain(PROMPT).missed[:-1]} == {(("wrong", "late"),)}
-
-
 def test_what_is_not_worth_loading_is_reported(engine: Engine) -> None:
     """A load takes 100 s, and the engine computes a prompt in 0.2 s."""
     clock, slow = Clock(), Wrong(store(1024))

@@ -19,7 +19,18 @@ from kvpool.storage.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.seeds import some_of
 from tests.stores.lab import Gate, Wrong, fail
-from tests.stores.pool_lab import IDENTITY, fetch, make_engine, make_manager, room, seed, store, tokens
+from tests.stores.pool_lab import (
+    IDENTITY,
+    fetch,
+    make_engine,
+    make_manager,
+    prefetched,
+    room,
+    seed,
+    stocked,
+    store,
+    tokens,
+)
 from tests.waiting import until
 
 PROMPT = tokens(41)
@@ -117,16 +128,15 @@ def test_a_mac_covers_what_the_pool_has_under_the_key_now(engine: Engine) -> Non
 def test_the_second_of_two_prompts_with_one_key_gets_a_miss(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds a collision of 16 bytes still gets nobody's KV. The name under which the first block was saved is
     forced upon the block of another prompt."""
-    made, memory, other = make_engine(), store(), make_engine()
+    made, other = make_engine(), make_engine()
     names: dict[str, Any] = {"tokens": {}, "salt": {"salt": "b"}, "extra_ids": {"extra_ids": [9] * 9}, "parent": {}}
     first, second = tokens(9), {"tokens": tokens(9, 500)}.get(differs, tokens(9))
     if differs == "parent":
         # The second blocks agree, those before them do not.
         second = [*tokens(4, 500), *first[4:]]
-    with made.cache, make_manager(made, memory) as manager:
-        seed(made, manager, [first])
-        keys = made.keys(first)
-    forced = dict(zip(other.keys(second, **names[differs]), keys, strict=True))
+    memory = stocked(first)
+    with made.cache:
+        forced = dict(zip(other.keys(second, **names[differs]), made.keys(first), strict=True))
     names_of = PoolAdapter.names
 
     def collide(self: PoolAdapter, blocks: Iterable[Content], *, with_contexts: bool) -> BlockNames:
@@ -137,8 +147,8 @@ def test_the_second_of_two_prompts_with_one_key_gets_a_miss(differs: str, monkey
 
     with other.cache, make_manager(other, memory) as manager:
         monkeypatch.setattr(PoolAdapter, "names", collide)
-        handle = manager.prefetch(other.prompt(second, **names[differs]), 60.0)
-        assert handle.wait(600) and handle.blocks == 0 and handle.ended == "failed"
+        handle = prefetched(other, manager, second, **names[differs])
+        assert handle.blocks == 0 and handle.ended == "failed"
         assert manager.stats().stores["memory"].blocks["load", "damaged"] >= 1
         other.release(other.add(second, **names[differs]))
 
@@ -169,13 +179,10 @@ def test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour(engine: Eng
         assert manager.drain(600) and memory.stats()["blocks"] == 2 + 10
 
 
-def test_promotions_never_displace_more_than_their_room(engine: Engine) -> None:
+def test_promotions_never_displace_more_than_their_room() -> None:
     """However many requests wait, most of what the host has stays."""
-    memory, waiting = store(1024), [tokens(41, 1000 * i) for i in range(1, 20)]
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, waiting)
-    two = make_engine(P=40, S=40)
-    with two.cache, make_manager(two, memory, promotion_blocks=10) as manager:
+    waiting, two = [tokens(41, 1000 * i) for i in range(1, 20)], make_engine(P=40, S=40)
+    with two.cache, make_manager(two, stocked(*waiting), promotion_blocks=10) as manager:
         for i in range(8):
             two.seed(tokens(41, 100_000 + 1000 * i), 41)
         assert manager.drain(600)
@@ -241,17 +248,15 @@ def test_a_storage_manager_ends_with_its_pool() -> None:
     assert manager.close(600) and manager.stats().saved_blocks == 0
 
 
-def test_a_long_prompt_leaves_rows_to_others(wrong: Wrong) -> None:
-    long, short, engines = tokens(401, 1000), tokens(41), [make_engine(P=256, S=256) for _ in range(2)]
-    with engines[0].cache, make_manager(engines[0], wrong, staging_blocks=64) as manager:
-        seed(engines[0], manager, [long, short])
-    gate, held = Gate(), [False] * 64 + [True]
+def test_a_long_prompt_leaves_rows_to_others() -> None:
+    long, short, engine = tokens(401, 1000), tokens(41), make_engine(P=256, S=256)
+    wrong, gate, held = Wrong(stocked(long, short)), Gate(), [False] * 64 + [True]
     wrong.before["load"] = lambda: gate() if held.pop() else None
     wrong.threads = 4
-    with engines[1].cache, make_manager(engines[1], wrong, staging_blocks=64) as manager:
-        first = manager.prefetch(engines[1].prompt(long), timeout=600.0)
+    with engine.cache, make_manager(engine, wrong, staging_blocks=64) as manager:
+        first = manager.prefetch(engine.prompt(long), timeout=600.0)
         gate.wait()
-        assert fetch(engines[1], manager, short) == 10 and not first.done
+        assert fetch(engine, manager, short) == 10 and not first.done
         gate.open()
         assert first.wait(600) and first.blocks == 100
 
@@ -275,14 +280,6 @@ def test_bad_arguments_are_named(engine: Engine, options: dict[str, Any], messag
         StorageManager(engine.cache, **({"stores": [store()], "identity": IDENTITY} | options))
     with make_manager(engine, store()) as manager, pytest.raises(ValueError, match="timeout: .*"):
         manager.prefetch([1], -1.0)
-
-
-def test_keys_of_another_pool_are_refused(engine: Engine) -> None:
-    other = make_engine(secret=b"another secret of a pool")
-    with other.cache, make_manager(engine, store()) as manager:
-        for call in (manager.prefetch, manager.match_prefix):
-            with pytest.raises(ValueError, match="another secret"):
-                call(other.prompt(PROMPT))
 
 
 class Liar(Wrong):

@@ -15,7 +15,7 @@ from kvpool import PoolClosed
 from kvpool.errors import PoolBusy, StoreBusy
 from kvpool.storage import Forgotten, StorageManager
 from tests.engine import Engine
-from tests.stores.lab import Gate, Wrong, fail
+from tests.stores.lab import Gate, Wrong
 from tests.stores.pool_lab import (
     IDENTITY,
     fetch,
@@ -24,6 +24,7 @@ from tests.stores.pool_lab import (
     make_manager,
     read_all,
     seed,
+    stocked,
     store,
     tokens,
     write_all,
@@ -107,15 +108,8 @@ def test_a_tenant_that_leaves_takes_its_content_along(engine: Engine) -> None:
     assert [restarted(memory, **namespace) for namespace in names] == [BLOCKS, 0, BLOCKS, BLOCKS, BLOCKS]
 
 
-def seed_first(memory: Any) -> None:
-    other = make_engine(P=64, S=64)
-    with other.cache, make_manager(other, memory) as manager:
-        seed(other, manager, [PROMPT])
-
-
 def test_what_another_process_has_saved_is_forgotten_too(engine: Engine, drop: Drop) -> None:
-    memory = store()
-    seed_first(memory)
+    memory = stocked(PROMPT)
     with make_manager(engine, memory) as manager:
         assert drop(engine, manager).wait(600) and not memory._blocks
 
@@ -138,10 +132,10 @@ def test_all_groups_of_layers_are_dropped(clears: bool) -> None:
 # -- work under way ------------------------------------------------------------------------------------
 
 
-def test_a_prefetch_of_which_a_part_has_come_brings_no_more(engine: Engine, wrong: Wrong, drop: Drop) -> None:
+def test_a_prefetch_of_which_a_part_has_come_brings_no_more(engine: Engine, drop: Drop) -> None:
     """One of its first loads hangs. Others are done, and wait for it to enter the pool."""
-    seed_first(wrong.inner)
-    gate, count = Gate(), iter(range(100))
+    wrong, gate, count = Wrong(stocked(PROMPT)), Gate(), iter(range(100))
+    wrong.threads = 4
     wrong.after["load"] = lambda answer: answer if next(count) else (gate(), answer)[1]
     with make_manager(engine, wrong, staging_blocks=8) as manager:
         handle = manager.prefetch(engine.prompt(PROMPT), 60.0)
@@ -211,20 +205,6 @@ def test_what_waits_to_be_saved_is_given_up_and_counted(engine: Engine, wrong: W
 
 
 # -- stores that do not do it --------------------------------------------------------------------------
-
-
-def test_a_suspended_store_is_notified_too(engine: Engine, wrong: Wrong, drop: Drop) -> None:
-    with make_manager(engine, wrong, failures=1, probe_seconds=3600.0) as manager:
-        seed(engine, manager, [PROMPT])
-
-        wrong.before["find"] = wrong.before["save"] = fail
-        assert fetch(engine, manager, OTHER) == 0
-        seed(engine, manager, [OTHER])
-        health = manager.stats().health["wrong"]
-        assert health.reads_suspended and health.writes_suspended
-        assert drop(engine, manager).wait(600)
-    del wrong.before["find"], wrong.before["save"]
-    assert restarted(wrong.inner) == 0
 
 
 def test_one_of_two_stores_confirms_while_the_other_is_down(engine: Engine, wrong: Wrong, drop: Drop) -> None:

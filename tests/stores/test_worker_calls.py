@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from kvpool.storage import DAMAGED, LATE, OK, BlockNames, StoreRequest, StoreWorker, staging_rows
 from kvpool.storage.circuit_breaker import CircuitBreaker
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Wrong, content, names
 from tests.waiting import at_once
 
 ROWS = 8
@@ -95,15 +94,6 @@ def test_saves_leave_half_of_the_rows_to_loads(worker: StoreWorker) -> None:
     worker.give_back(more)
 
 
-def test_who_waits_for_a_row_gets_that_of_a_job_that_returns(store: Wrong, worker: StoreWorker) -> None:
-    keys, gate = save(worker, 1), store.hold("load")
-    rows = worker.take("load", ROWS)
-    worker.load(keys, rows[:1])
-    threading.Timer(0.05, gate.open).start()
-    assert worker.take("load", 4, 600.0).tolist() == rows[:1].tolist()
-    worker.give_back(rows)
-
-
 def test_nobody_waits_for_rows_that_hang(store: Wrong, worker: StoreWorker, clock: Clock) -> None:
     keys, gate = save(worker, 4), store.hold("load")
     gone = worker.take("load", ROWS - 4)
@@ -125,19 +115,6 @@ def test_a_store_that_fails_lies_or_is_late_is_suspended_until_a_probe(store: Wr
     assert worker.usable("save") and worker.usable("forget") and worker.usable("clear")
     worker.health.resume()
     assert worker.usable("load") and not worker.suspended
-
-
-def test_a_job_that_had_no_time_says_nothing_of_its_store(store: Wrong) -> None:
-    for patience, suspended in ((3600.0, False), (0.0, True)):
-        gate, clock = Gate(), Clock()
-        store.before["find"], options = gate, {"health": CircuitBreaker(1), "patience": patience, "clock": clock}
-        worker = StoreWorker(store, staging_rows(2, BLOCK_BYTES), IDENTITY, **options)
-        job = worker.find(BlockNames(names(1)), deadline=clock.soon())
-        gate.wait()
-        clock.pass_(1.0)
-        assert job.wait(600) and job.codes.tolist() == [LATE] and worker.suspended == suspended
-        gate.open()
-        assert worker.close()
 
 
 def test_a_call_that_raises_keeps_no_other_from_being_made(worker: StoreWorker) -> None:

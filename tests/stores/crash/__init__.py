@@ -2,5 +2,5 @@
 
 ``recorder.c`` records what a program (``workload``) does to a folder. ``log`` reads that. ``model`` says which states a
 crash may leave, and builds them. ``promises`` says which blocks must be there. ``check`` opens a state and looks.
-``python -m tests.stores.crash --help`` runs all of it.
+``test_proof`` runs all of it.
 """

@@ -40,16 +40,6 @@ class Checker:
                 return [*self._saved_again(session, promised), *self._load(session, promised, "promised")]
             return [*self._load(session, promised, "promised"), *self._fresh(session)]
 
-    def wrong_bytes(self, folder: Path) -> list[str]:
-        """What is wrong with the store in this folder, if somebody has changed its files: then blocks may be lost, also
-        those that a damaged row says are there."""
-        try:
-            session = Session(disk_store(folder, GROWN), self._rows)
-        except Exception as error:
-            return [f"opening failed: {type(error).__name__}: {error}"]
-        with session:
-            return [*self._load(session, (), ""), *self._fresh(session)]
-
     def _load(self, session: Session, expected: Collection[int], name: str) -> list[str]:
         failures = []
         for first in range(0, len(self._numbers), ROWS):

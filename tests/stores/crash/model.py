@@ -33,8 +33,6 @@ from typing import NamedTuple
 from tests.stores.crash.log import Kind, Record
 
 SECTOR = 512
-KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 1, 2, 16
-"""flags of fallocate"""
 
 
 class Unsupported(Exception):
@@ -286,13 +284,8 @@ def _change(data: bytearray, record: Record) -> None:
     elif record.kind == Kind.WRITE:
         _grow(data, record.offset)
         data[record.offset : record.offset + record.length] = record.data
-    elif record.flags in (0, KEEP_SIZE):
-        _grow(data, 0 if record.flags else record.offset + record.length)
-    elif record.flags in (PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE | KEEP_SIZE, ZERO_RANGE):
-        end = record.offset + record.length
-        _grow(data, end if record.flags == ZERO_RANGE else 0)
-        end = min(end, len(data))
-        data[record.offset : end] = bytes(max(end - record.offset, 0))
+    elif not record.flags:
+        _grow(data, record.offset + record.length)
     else:
         raise Unsupported(f"fallocate with flags {record.flags}: {errno.errorcode[errno.EOPNOTSUPP]}")
 

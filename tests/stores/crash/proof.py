@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.stores.crash.check import Checker
 from tests.stores.crash.log import Record, record
-from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State, Unsupported
+from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, Unsupported
 from tests.stores.crash.promises import Promises
 from tests.stores.crash.session import ROWS
 from tests.stores.lab import memory
@@ -151,31 +151,3 @@ def replayed(
             break
     result.loaded, result.damaged = checker.loaded, checker.damaged
     return result
-
-
-def rolled_back(recording: Recording, pairs: int, seed: int, folder: Path) -> Result:
-    """Mix the files of two moments: each file as it was earlier, all others as they were later, and the other way
-    round. More pairs than these are drawn, up to ten times as many, until one has damaged a block."""
-    rng, promises, result = random.Random(seed), recording.promises(), Result()
-    checker, copy = Checker(promises.numbers, memory(ROWS)), Folder(folder)
-    for number in range(10 * pairs):
-        if number >= pairs and checker.damaged:
-            break
-        early, late = (whole(recording, point) for point in sorted(rng.sample(promises.acknowledged, 2)))
-        for path in sorted(path for path, content in {**early, **late}.items() if content is not None):
-            for base, others in ((early, late), (late, early)):
-                state = {**others, path: base.get(path)}
-                copy.become({name: data for name, data in state.items() if data is not None or name != path})
-                wrong = checker.wrong_bytes(folder / "store")
-                result.states += 1
-                if wrong:
-                    result.failures.append(f"{path} of another moment: {'; '.join(wrong)[:400]}")
-    result.loaded, result.damaged = checker.loaded, checker.damaged
-    return result
-
-
-def whole(recording: Recording, point: int) -> State:
-    """What is in the folder at this point if nothing crashes."""
-    disk = recording.disk()
-    disk.apply(recording.records[:point])
-    return disk.state(ALL, random.Random(0))

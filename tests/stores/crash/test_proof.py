@@ -68,13 +68,6 @@ def test_syncs_that_fail_acknowledge_nothing_that_a_crash_may_take(tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_files_of_another_moment_give_no_wrong_bytes(recording: Recording, built: Path) -> None:
-    """Somebody has copied one file of the store back, or all but one."""
-    result = proof.rolled_back(recording, 6, SEED, built)
-    assert result.damaged > 0 and not result.failures, result.failures
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("skip", "breakage", "harms"),
     [
