@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,9 +13,7 @@ from workers import HUGE, LARGE, Fake, Make, expected, packed, pair, stored, wir
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
-from kvpool.remote.connections import _received as received
 from kvpool.remote.session import Blocks, Find, Found, Get, Hello, Received, Session, Welcome
-from tests.waiting import until
 
 Script = Callable[[Any, list[bytes]], list[Any]]
 
@@ -172,24 +169,6 @@ def test_answers_out_of_order_are_put_in_order(make: Make) -> None:
         with BlockClient(endpoint, here.cache, blocks_per_message=2, messages_in_flight=4) as client:
             assert client.fetch(TOKENS) == 8
     assert here.add(TOKENS).cached == 32
-
-
-def test_what_a_server_sends_unasked_is_not_kept(make: Make) -> None:
-    here = worker(make, layout=HUGE)
-
-    def much(get: Any, blocks: list[bytes]) -> list[list[Any]]:
-        return [[Blocks(get.id, "0")], *([Blocks(get.id, "1"), bytes(1 << 20)] for _ in range(100))]
-
-    with fake_server(here, much) as endpoint, BlockClient(endpoint, here.cache, messages_in_flight=1) as client:
-        assert client.fetch_blocks([bytes(16)]) == [None]
-        assert client._link is not None and client._link._flow is not None
-        flow = client._link._flow
-        until(lambda: flow.ask(received) > 1 << 20, "bytes")
-        time.sleep(0.5)
-        # The system's own buffers have some, too.
-        assert flow.ask(received) < 30 << 20, "a client that waits for nothing takes all"
-        with pytest.raises(RemoteError, match="malformed|connection has ended"):
-            client.fetch_blocks([bytes(16)])
 
 
 def test_a_late_answer_is_not_taken_for_the_next_request(make: Make) -> None:

@@ -55,14 +55,11 @@ class Offering(InlineServer):
 
 
 @contextmanager
-def stalled(
-    make: Make, *, guarded: bool = True, **options: Any
-) -> Iterator[tuple[Engine, list[int], BlockServer, Relay, Fetch]]:
+def stalled(make: Make, **options: Any) -> Iterator[tuple[Engine, list[int], BlockServer, Relay, Fetch]]:
     """A server whose whole host tier is on its way to a client that reads nothing."""
     there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
     tokens = stored(there, BLOCKS)
-    if not guarded:
-        there.cache.core.disable_guard("unpin_after_release")
+
     transport = Offering()
     with (
         BlockServer(there.cache, limits=ALL, transport=transport, **options) as server,
@@ -98,15 +95,6 @@ def test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on(make: Make)
         until(lambda: not there.cache.leases, "end of the lease")
         assert overwrite(there) == BLOCKS
         assert server.stats().transfers == server.stats().transfer_bytes == 0
-
-
-def test_without_the_guard_a_slow_client_gets_torn_blocks_and_drops_them(make: Make) -> None:
-    with stalled(make, guarded=False) as (there, tokens, server, relay, fetch):
-        assert not there.cache.leases
-        assert overwrite(there) == BLOCKS
-        relay.pass_on()
-        error = fetch.wait()
-        assert isinstance(error, RemoteError) and error.code == "seal", "the test does not reach the guard"
 
 
 def test_a_client_whose_lease_was_revoked_finds_that_its_blocks_are_void(make: Make) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -124,16 +124,6 @@ def test_random_frames_never_stop_the_server(make: Make) -> None:
         until(lambda: server.stats().transfers == 0 and not there.cache.leases, "end of all transfers")
 
 
-def test_a_frame_that_is_too_long_ends_the_connection_not_the_server(make: Make) -> None:
-    there = worker(make)
-    tokens = stored(there, 2)
-    with BlockServer(there.cache) as server, Raw(server.endpoint, there) as raw, Raw(server.endpoint, there) as other:
-        raw.send(raw.hello(), bytes(1 << 20))
-        assert not raw.socket.poll(300)
-        assert isinstance(other.enter().ask(Get(1, 0), there.keys(tokens)[0]), Blocks)
-        assert server.stats().malformed == 0
-
-
 def test_more_requests_than_the_limit_wait_or_are_refused_and_all_are_answered(make: Make) -> None:
     there = worker(make, 40, 36, layout=HUGE)
     tokens = stored(there, 16)
@@ -202,22 +192,6 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     assert taken() == [], "d has nothing, and is not overtaken by e, for which there would be room"
     in_flight.transfers.clear()
     assert taken() == [("b", 2), ("d", 2), ("e", 1)]
-
-
-@pytest.mark.parametrize("scheme", ENDPOINTS)
-def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
-    make: Make, scheme: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 1500)
-    place, limits = ENDPOINTS[scheme].format(tmp_path), Limits(connections=5)
-    with pair(make, 4, place, limits=limits) as (there, here, tokens, server, client):
-        silent = [connected(server.endpoint) for _ in range(40)]
-        until(lambda: server.stats().connections_refused >= 35, "refusals")
-        for connection in silent:
-            with connection, suppress(ConnectionError):
-                while connection.recv(64):
-                    pass
-        assert client.fetch(tokens) == 4
 
 
 @pytest.mark.parametrize("scheme", ENDPOINTS)

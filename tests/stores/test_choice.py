@@ -149,14 +149,6 @@ def test_a_hit_at_the_end_of_a_long_queue_is_computed() -> None:
     assert choice.choose(100, ahead_bytes=800 * MIB).blocks == 0, "0.8 s of waiting saves 1 s and delays others"
 
 
-def test_while_the_engine_is_busy_a_load_may_take_longer() -> None:
-    choice = trained(latency=0.01, bandwidth=120e6)
-    assert choice.choose(100, ahead_bytes=100 * MIB).blocks == 0
-    load = choice.choose(100, ahead_bytes=100 * MIB, spare=5.0)
-    assert load.blocks == 100 and load.until > 5.0
-    assert not choice.late(load, 0, 4.9)
-
-
 def test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_store() -> None:
     """A load takes 0.51 s, the engine 1 s, and the queue another 0.8 s."""
     choice, queue = trained(latency=0.01, bandwidth=200e6), 150 * MIB
@@ -181,27 +173,6 @@ def test_many_loads_at_once_share_what_may_be_lost() -> None:
     most = 64 * 2.0 + 2_000 * BUDGET * 1.0
     assert 100 < len(loads) and sum(load.until for load in loads) <= most, "a mean hit takes 2 s at most"
     assert min(load.until for load in loads) >= 0.01 + 4 * MIB / 1e9, "each can see its first blocks come"
-
-
-def test_a_store_that_became_faster_is_known_after_one_probe() -> None:
-    choice = trained(latency=0.01, bandwidth=50e6)
-    assert choice.choose(100).blocks == 0
-    while not (load := choice.choose(100)).blocks:
-        pass
-    assert not choice.late(load, 4, 0.015)
-    choice.end(load, 100, 0.12)
-    assert choice.expected()[1] == pytest.approx(1e9, rel=0.2)
-    assert choice.choose(100).blocks == 100
-
-
-def test_a_late_load_keeps_what_has_come() -> None:
-    choice = trained(latency=0.01, bandwidth=1e9)
-    load = choice.choose(300)
-    assert not choice.late(load, 250, 0.28)
-    assert load.until < 0.28 + 50 * choice.block_seconds, "it is given up before computing the rest would be over"
-    assert not choice.late(load, 250, load.until - 1e-6)
-    assert choice.late(load, 250, load.until)
-    assert choice.late(load, 300, load.until), "what was given up stays so"
 
 
 def test_loads_that_gain_less_than_expected_end_until_one_succeeds() -> None:
@@ -245,6 +216,3 @@ def test_a_load_that_nobody_waits_for_teaches_nothing() -> None:
         assert load.blocks, "its risk has come back"
         chooser.drop(load)
     assert chooser.expected() == other.expected()
-
-
-# -- the estimate --------------------------------------------------------------------------------------

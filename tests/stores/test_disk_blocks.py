@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.storage import CANCELLED, OK, REFUSED, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
-from kvpool.storage.backends.disk.slot_index import PER_PAGE, Index, SlotTable
+from kvpool.storage.backends.disk.slot_index import Index, SlotTable
 from tests.stores.contract import LastingContract
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import (
@@ -126,19 +126,6 @@ def test_a_crash_keeps_the_order_of_saves_and_of_uses_before_the_last_commit(dis
     with disk(9, "later") as queue:
         saved(queue, 4, first=20)
         assert here(queue, 9) == [0, 1, 2, 3, 8]
-
-
-def test_uses_alone_cause_no_commit_and_go_with_the_next_one() -> None:
-    table, block = SlotTable(20 * PER_PAGE), (bytes(32), bytes(16), bytes(16), bytes(16))
-    for page in range(20):
-        table.set(page * PER_PAGE, *block)
-    assert len(table.take()) == 20
-    for page in range(10):
-        table.touch(page * PER_PAGE)
-    assert table.take() == []
-    table.clear(19 * PER_PAGE)
-    assert [number for number, _ in table.take()] == [0, 1, 2, 3, 4, 5, 6, 7, 19]
-    assert [number for number, _ in table.take(everything=True)] == [8, 9]
 
 
 def test_blocks_of_another_model_are_counted_and_go_before_older_ones_of_this(disk: Disk) -> None:
@@ -302,17 +289,6 @@ def test_a_call_that_nobody_waits_for_stops_between_blocks(disk: Disk, faulty: F
 
 
 # -- capacity --------------------------------------------------------------------------------------------
-
-
-def test_neighbours_are_read_and_written_by_one_call(disk: Disk, faulty: Faulty) -> None:
-    with disk(64) as queue:
-        saved(queue, 8)
-        load(queue, *range(8))
-        assert faulty.count["pwritev"] == faulty.count["preadv"] == 1
-        load(queue, 7, 5, 6)
-        assert faulty.count["preadv"] == 2, "whatever their order is"
-        load(queue, 1, 3)
-        assert faulty.count["preadv"] == 4
 
 
 def test_another_capacity_keeps_what_fits(disk: Disk, tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import errno
 import os
 import shutil
 import sqlite3
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -202,31 +201,6 @@ def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Fau
     assert queue.close(600)
     assert store.stats()["io_errors"] == 1
     with open_queue(DiskStore(tmp_path / "store")) as queue:
-        assert done(queue.find(keys)).ok == 4
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB of its own."""
-    place = tmp_path / "small"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
-def test_a_read_only_file_system_is_named(small: Path) -> None:
-    store = DiskStore(small / "store", CAPACITY)
-    with open_queue(store) as queue:
-        keys = saved(queue, 4)
-    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
-    for path in (small / "store", small / "other"):
-        with pytest.raises(OSError, match="needs a file system that it can write to") as caught:
-            DiskStore(path, CAPACITY).open(Space(bytes(16), memory(4)))
-        assert str(path) in str(caught.value)
-    subprocess.run(["mount", "-o", "remount,rw", small], check=True)
-    with open_queue(store) as queue:
         assert done(queue.find(keys)).ok == 4
 
 

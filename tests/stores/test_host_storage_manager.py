@@ -11,11 +11,10 @@ import pytest
 
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.pool import Missed
-from kvpool.storage import MemoryStore, StoreWorker
+from kvpool.storage import MemoryStore
 from kvpool.storage.host_storage_manager import HostStorageManager
 from tests.stores.host_lab import Engine, Make
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
-from tests.waiting import until
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 
@@ -46,31 +45,6 @@ def test_why_stores_have_not_brought_a_key_is_said(make: Make, store: Wrong) -> 
     engine.now += 100
     assert engine.ask(2) == [ABSENT, ABSENT]
     assert engine.manager.explain(b"block 1", 16).trouble == (("stores", "failed"),)
-
-
-def test_an_absent_key_is_not_asked_for_in_every_step(make: Make, store: Wrong) -> None:
-    engine = make()
-    assert engine.ask(3) == [ABSENT] * 3
-    for _ in range(20):
-        assert engine.look(3) == [ABSENT] * 3
-        engine.manager.poll()
-    assert store.calls.count("find") == 1
-    engine.write(3)
-    engine.drain()
-    engine.cache.forget(names(3))
-    assert engine.ask(3) == [HERE] * 3, "what was published since may be asked for at once"
-
-
-def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Make) -> None:
-    stores = [Wrong(MemoryStore(256 * BLOCK_BYTES)) for _ in range(2)]
-    engine = make(*stores)
-    engine.saved(4)
-    assert [memory.stats()["blocks"] for memory in stores] == [4, 4]
-    queue_keys = list(stores[0].inner._blocks)
-    stores[0].forget(np.frombuffer(b"".join(queue_keys[:2]), np.uint8).reshape(2, 32))
-    assert engine.ask(5) == [HERE] * 4 + [ABSENT]
-    engine.read(4)
-    assert stores[0].calls.count("load") == stores[1].calls.count("load") == 1
 
 
 def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Make, store: Wrong) -> None:
@@ -109,19 +83,6 @@ def test_what_has_come_before_the_deadline_is_used(make: Make) -> None:
     engine.drain()
     assert engine.cache.stats().pending == 0
     engine.read(sum(here), first=0 if here[0] else 1024)
-
-
-def test_a_find_leaves_time_for_the_stores_after_it(make: Make, store: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ends = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store, load_seconds=2.0), []
-    find = StoreWorker.find
-
-    def noted(queue: StoreWorker, keys: Any, done: Any, *, tag: Any, deadline: float) -> Any:
-        ends.append(deadline - engine.now)
-        return find(queue, keys, done, deadline=deadline)
-
-    monkeypatch.setattr(StoreWorker, "find", noted)
-    assert engine.ask(1) == [ABSENT]
-    assert ends == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("retry", [0.0, 1.0])
@@ -255,17 +216,6 @@ def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Make, sto
     assert engine.manager.close(600)
     assert engine.cache.stats().pending == 0
     assert engine.manager.find(b"block 0") == ABSENT
-
-
-def test_closing_begins_nothing(make: Make, store: Wrong) -> None:
-    """The store has found a key, and nobody has polled since."""
-    engine = make()
-    engine.saved(2)
-    engine.manager.lookup(names(2))
-    engine.manager.poll()
-    until(lambda: engine.stats.stores[0].blocks["find", "ok"] == 2)
-    assert engine.manager.close(600)
-    assert engine.cache.stats().pending == 0 and "load" not in store.calls
 
 
 # -- everything at once ----------------------------------------------------------------------------------

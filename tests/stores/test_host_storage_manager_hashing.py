@@ -3,7 +3,6 @@ are saved under that key."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -91,17 +90,3 @@ def test_a_block_that_is_written_anew_while_its_key_is_hashed_is_saved_as_it_is_
     assert engine.ask(4) == [HERE] * 4
     with engine.manager.pin(names(4)) as lease:
         assert (engine.tier.blocks[lease.blocks] == 7).all()
-
-
-def test_the_thread_of_the_scheduler_hashes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed, opaque = set[int](), Secret.derive_keys
-
-    def noted(secret: Secret, names: Any) -> Any:
-        hashed.add(threading.get_ident())
-        return opaque(secret, names)
-
-    monkeypatch.setattr(Secret, "derive_keys", noted)
-    engine = make()
-    engine.saved(4)
-    assert engine.ask(4) == [HERE] * 4
-    assert hashed and threading.get_ident() not in hashed

@@ -126,26 +126,6 @@ def test_a_prompt_that_was_saved_loses_its_end_first(make: Make, store: Wrong, p
     engine.cache.abort(names(4, 100))
 
 
-def test_what_would_wait_for_a_busy_store_is_saved_together_as_soon_as_no_more_comes(make: Make, store: Wrong) -> None:
-    engine, gate = make(blocks=64, save_share=1.0), store.hold("save")
-    engine.write(2)
-    engine.until(gate.reached.is_set)
-    for first in (10, 20, 30):
-        engine.write(10, first)
-        engine.manager.poll()
-    stats = engine.stats
-    assert (stats.waiting_blocks, stats.stores[0].queued_blocks) == (30, 0) and engine.manager.pending
-    engine.manager.poll()
-    assert engine.stats.stores[0].queued_blocks == 30 and not engine.manager.pending
-    gate.open()
-    engine.drain()
-    assert engine.stats.saved_blocks == 32 and store.calls.count("save") == 2
-    # One lease had the three prompts, and they age one after the other all the same.
-    order = [*names(2)[::-1], *names(10, 10)[::-1], *names(10, 20)[::-1], *names(10, 30)[::-1]]
-    assert engine.cache.reserve(names(60, 100)).evicted == order[:28]
-    engine.cache.abort(names(60, 100))
-
-
 def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Make) -> None:
     """As the chunks of a request that was aborted."""
     engine = make(blocks=16, load_share=0.25, retry_seconds=0.0)

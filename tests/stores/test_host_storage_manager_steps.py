@@ -63,15 +63,6 @@ def test_a_cold_request_loses_no_step_and_one_to_a_remote_store(
     engine.read(4)
 
 
-def test_after_a_store_with_an_index_a_remote_one_costs_one_step(make: Make) -> None:
-    near, far = MemoryStore(256 * BLOCK_BYTES), Wrong(MemoryStore(256 * BLOCK_BYTES))
-    engine = make(near, far)
-    assert steps(engine, 3) == [PENDING, ABSENT] and far.calls.count("find") == 1
-    stats = engine.stats
-    assert stats.asked == 3 and stats.missed == {"absent": 3}
-    assert stats.stores[0].blocks["find", "absent"] == stats.stores[1].blocks["find", "absent"] == 3
-
-
 def test_what_was_found_in_a_step_is_not_evicted_in_it(make: Make) -> None:
     """A load that was found may begin only before the first answer of a step, or at its end."""
     store = Wrong(MemoryStore(256 * BLOCK_BYTES))

@@ -72,29 +72,6 @@ def with_store(make: Make, count: int, blocks: int = 16, room: int = 8, event_ca
     return engine
 
 
-def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make) -> None:
-    engine = with_store(make, 16)
-    engine.manager.lookup(names(8), "r0")
-    engine.manager.finish("r0")
-    engine.drain()
-    assert engine.stats.loaded_blocks == engine.stats.promoted_blocks == 0
-    assert look_up(engine, "r1", names(8)) == [HERE] * 8, "they may be asked for at once"
-
-
-def test_blocks_on_their_way_for_a_request_that_has_ended_count_until_they_have_come(make: Make) -> None:
-    wrong = Wrong(MemoryStore(1 << 20))
-    engine = make(wrong, load_seconds=600.0)
-    engine.saved(8)
-    gate = wrong.hold("load")
-    engine.manager.lookup(names(8), "r0")
-    engine.until(gate.reached.is_set)
-    engine.manager.finish("r0")
-    assert engine.stats.loading == 8
-    gate.open()
-    engine.until(lambda: not engine.stats.loading)
-    assert engine.stats.promoted_blocks == 0 and engine.cache.lookup(names(8)).tolist() == [HERE] * 8
-
-
 @pytest.mark.parametrize("how", ["read", "finish"])
 def test_a_request_waits_for_the_room_of_another_and_loads_all(make: Make, how: str) -> None:
     engine = with_store(make, 16)
@@ -136,16 +113,6 @@ def test_a_prompt_longer_than_the_room_does_not_wait_for_itself(make: Make) -> N
     wait(engine)
     assert engine.manager.lookup(names(12), "r0").tolist() == [HERE] * 8 + [ABSENT] * 4
     assert engine.stats.searching == 0
-
-
-def test_a_request_that_ends_while_it_waits_is_waited_for_no_longer(make: Make) -> None:
-    engine = with_store(make, 16)
-    assert look_up(engine, "r0", names(8)) == [HERE] * 8
-    engine.manager.lookup(names(4, 8), "r1")
-    wait(engine)
-    engine.manager.finish("r1")
-    engine.manager.poll()
-    assert engine.stats.searching == 0 and engine.stats.missed == {"cancelled": 4}
 
 
 def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_once(make: Make) -> None:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvpool.remote.session import Failed, Message, Received, Session
-from kvpool.storage import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreWorker
+from kvpool.storage import ABSENT, FAILED, LATE, OK, MemoryStore, StoreWorker
 from kvpool.storage.backends.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.storage.backends.peer.store_server import StoreServer
 from kvpool.storage.store import MODEL_BYTES
@@ -83,18 +82,6 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
         assert other.load(keys, np.arange(4)).wait(600)
         gate.open()
         assert [returned(job).ok for job in hanging] == [4, 4]
-
-
-def test_saves_that_were_given_up_take_no_place(serve: Serve) -> None:
-    """As many saves as the server takes wait for a store that hangs. Their clients give up."""
-    server, _, gate = held("save", serve, calls_waiting=4)
-    writer, reader = client(server, connections=16, timeout=0.5), client(server, timeout=600.0)
-    with open_queue(writer, piece_bytes=BLOCK_BYTES) as saving, open_queue(reader) as loading:
-        keys = keys_of(saving, 16)
-        while not gate.reached.is_set():  # A client that is slow may give up before its calls are in the store.
-            assert saving.save(keys, np.arange(16)).wait(600, returned=True)
-        assert done(loading.load(keys, np.arange(16))).codes.tolist() == [ABSENT] * 16
-        gate.open()
 
 
 @pytest.mark.parametrize("clears", [False, True])
@@ -252,27 +239,6 @@ def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_ro
         until(lambda: server.stats().in_flight == 0, "end of the call")
         assert (queue.memory[8:12] == 7).all()
         done(queue.load(keys, np.arange(4)))
-
-
-def test_a_call_ends_after_its_time_and_the_server_stops_too(serve: Serve) -> None:
-    begun, stopped, ends = threading.Event(), threading.Event(), list[str]()
-
-    class Endless(MemoryStore):
-        def load(self, keys: Any, rows: Any, stop: Any) -> Any:
-            begun.set()
-            while not stop():
-                time.sleep(0.005)
-            stopped.set()
-            return np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), 16), np.uint8)
-
-    with open_queue(client(serve(Endless(1 << 20)), timeout=0.2)) as queue:
-        while not begun.is_set():  # On a slow machine the time may be over before the call has come to the store.
-            job = returned(queue.load(keys_of(queue, 2), np.arange(2)))
-            # Both ends have 200 ms: the server may say that it has stopped before its client looks at the clock.
-            assert job.codes.tolist() in ([FAILED] * 2, [CANCELLED] * 2)
-            ends.append("stopped" if job.codes[0] == CANCELLED else job.error)
-        assert any(end == "stopped" or "did not answer for 200 ms" in end for end in ends), ends
-        assert stopped.wait(600)
 
 
 def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Serve) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,14 +10,12 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.errors import StoreBusy
 from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, OK, MemoryStore, StoreRequest, StoreWorker
 from kvpool.storage.mac import BlockNames
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
     SLOTS,
-    Gate,
     Wrong,
     codes_of,
     content,
@@ -98,16 +95,6 @@ def test_missing_or_wrong_macs_make_no_block_valid(store: Wrong, queue: StoreWor
 # -- blocks that an engine names itself ----------------------------------------------------------------
 
 
-def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreWorker) -> None:
-    keys = saved(queue, 10)
-    assert done(queue.find(BlockNames(names(12)))).codes.tolist() == [OK] * 10 + [ABSENT] * 2
-    assert np.array_equal(queue.secret.derive_keys(BlockNames(names(10))), keys)
-    assert queue.load(BlockNames(names(10)), np.arange(20, 30)).wait(600)
-    assert np.array_equal(queue.memory[29], content(9))
-    assert queue.forget(BlockNames(names(12)[3:4])).wait(600)
-    assert queue.find(keys).wait(600) and queue.stats().blocks["find", "absent"] == 3
-
-
 def test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later(store: Wrong) -> None:
     """What is in the epoch before is not taken for it meanwhile."""
     with open_queue(store.inner) as queue:
@@ -163,17 +150,6 @@ def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, q
     assert np.array_equal(queue.memory[28], content(8))
 
 
-def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wrong, queue: StoreWorker) -> None:
-    gate, lender = store.hold("save"), Lender(dict.fromkeys(names(8), 0))
-    first = queue.save(BlockNames(names(4)), lender)
-    gate.wait()
-    second = queue.save(BlockNames(names(4, 4)), lender)
-    second.cancel()
-    gate.open()
-    assert first.wait(600, returned=True) and second.wait(600, returned=True)
-    assert lender.lent == [tuple(names(4))] and second.counts == {"cancelled": 4}
-
-
 def test_bytes_after_a_row_belong_to_the_store_and_not_to_the_block() -> None:
     store, whole = Wrong(MemoryStore(8 * BLOCK_BYTES)), memory(4, BLOCK_BYTES + 24)
     with pytest.raises(ValueError, match=f"row_padding: .*{whole.shape[1]}"):
@@ -193,15 +169,6 @@ def test_bytes_after_a_row_belong_to_the_store_and_not_to_the_block() -> None:
 # -- a store that is late, hangs or is dead ------------------------------------------------------------
 
 
-def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreWorker) -> None:
-    keys, gate = saved(queue, 4), store.hold("save")
-    saves = [queue.save(keys_of(queue, 4, 4), np.arange(4)) for _ in range(8)]
-    gate.wait()
-    done(queue.load(keys, np.arange(10, 14)))
-    gate.open()
-    assert all(job.wait(600, returned=True) for job in saves)
-
-
 def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
     store.threads = 1
     with open_queue(store) as queue:
@@ -215,34 +182,7 @@ def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
         assert store.calls == ["load", "save"]
 
 
-def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, queue: StoreWorker) -> None:
-    keys, gate = saved(queue, 4), store.hold("load")
-    jobs = [queue.load(keys, np.arange(4 * i, 4 * i + 4)) for i in range(4)]
-    gate.wait()
-    for job in jobs:
-        job.cancel()
-        assert job.done and job.codes.tolist() == [CANCELLED] * 4
-    assert sum(job.returned for job in jobs) >= 2
-    gate.open()
-    assert all(job.wait(600, returned=True) for job in jobs)
-    assert queue.stats().blocks["load", "cancelled"] == 16
-
-
 # -- bounds, closing, forking --------------------------------------------------------------------------
-
-
-def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
-    with open_queue(store, queued_blocks=8) as queue:
-        gate, keys = store.hold("save"), keys_of(queue, 4)
-        held = [queue.save(keys, np.arange(4))]
-        gate.wait()
-        held += [queue.save(keys, np.arange(4)) for _ in range(2)]
-        with pytest.raises(StoreBusy, match="8 blocks wait"):
-            queue.save(keys, np.arange(4))
-        assert queue.find(keys).wait(600), "other jobs have room of their own"
-        assert queue.stats().refused_requests == 1
-        gate.open()
-        assert all(job.wait(600) for job in held)
 
 
 def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
@@ -282,22 +222,6 @@ def test_no_error_of_a_store_ends_a_thread(store: Wrong, queue: StoreWorker, err
     assert queue.stats().running_calls == 0
 
 
-def test_calls_that_will_not_be_made_are_not_kept(store: Wrong) -> None:
-    """All threads hang, and callers give up again and again."""
-    gate, keys = Gate(), np.zeros((8, 32), np.uint8)
-    with open_queue(store, piece_bytes=BLOCK_BYTES) as queue:
-        store.before["find"] = gate
-        jobs = []
-        for _ in range(1000):
-            job = queue.find(keys, lambda _: None)
-            job.cancel()
-            jobs.append(weakref.ref(job))
-            del job
-            queue.poll()
-        assert sum(job() is not None for job in jobs) < 600
-        gate.open()
-
-
 def test_a_store_with_a_wrong_secret_is_closed_again(store: Wrong) -> None:
     store.after["open"] = lambda secret: b"short"
     with pytest.raises(ValueError, match="secret: expected 32 bytes"):
@@ -311,15 +235,6 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
         for _ in range(3000):
             done(queue.find(keys, deadline=queue.now() + 1000))
         assert not queue.has_results and not queue.wait(0) and not queue.requests
-
-
-def test_arguments_can_change_after_a_call(store: Wrong, queue: StoreWorker) -> None:
-    keys, gate, rows = saved(queue, 4).copy(), store.hold("load"), np.arange(10, 14)
-    job = queue.load(keys, rows)
-    rows[:], keys[:] = 10_000, 0
-    gate.open()
-    assert returned(job).ok == 4
-    assert np.array_equal(queue.memory[13], content(3))
 
 
 KEYS = np.zeros((2, 32), np.uint8)

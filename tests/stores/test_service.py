@@ -175,26 +175,3 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
         until(lambda: not server.trouble(), "end of the call")
     server.close()
     assert server.closed and server.trouble() == "closed"
-
-
-@pytest.mark.parametrize(
-    ("store", "more", "words"),
-    [
-        ("disk:/no/such/place/kv", [], "/no/such/place"),
-        ("floppy:/a", [], "expected disk:"),
-        ("disk:/a/{dp_rank}", [], "expected some of {host}"),
-        ("memory:?capacity=1MiB", ["--listen=tcp://10.0.0.1:1"], "keys"),
-        ("memory:?capacity=1MiB", ["--secret-file=/no/such/file"], "/no/such/file"),
-        ("memory:?capacity=1MiB", ["--block-bytes=0"], "block_bytes: expected 1"),
-    ],
-)
-def test_what_cannot_be_served_is_wrong_usage(
-    store: str, more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("ab" * 32)
-    secret.chmod(0o600)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    options = [f"--listen=ipc://{tmp_path}/s", "--block-bytes=4096", f"--secret-file={secret}"]
-    assert main(["store", store, *options, *more]) == 2
-    assert words in capsys.readouterr().err and signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

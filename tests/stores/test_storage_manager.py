@@ -182,20 +182,6 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
         device.close()
 
 
-def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewhere() -> None:
-    """Blocks from a far store are saved in the near one. They come after what the host had before."""
-    prompt = tokens(17)
-    far, two = stocked(prompt), make_engine(P=8, S=16)
-    far.name = "far"
-    with two.cache, make_manager(two, [store(), far], promotion_blocks=8) as manager:
-        for first in range(1000, 4000, 1000):
-            seed(two, manager, [tokens(17, first)])
-        assert fetch(two, manager, prompt) == 4 and manager.drain(600)
-        assert manager.stats().stores["memory"].store["blocks"] == 16
-        brought = {two.cached("host")[key] for key in two.keys(prompt)}
-        assert set(two.order("host")[-4:]) == brought
-
-
 def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
     """The copies to the host of some blocks fail: they are counted, and their rows are not saved. There is one row for
     saves, which the next blocks get."""

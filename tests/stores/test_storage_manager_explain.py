@@ -7,7 +7,7 @@ import pytest
 
 from kvpool.storage import FAILED, OK, tier_storage
 from tests.engine import Engine
-from tests.stores.lab import Clock, Wrong
+from tests.stores.lab import Wrong
 from tests.stores.pool_lab import fetch, make_manager, seed, store, tokens
 
 PROMPT = tokens(17)
@@ -41,37 +41,6 @@ def test_damaged_or_failed_blocks_are_reported_until_they_are_right_again(engine
         seed(engine, manager, [PROMPT])
         engine.cache.content.forget(PROMPT)
         assert manager.explain(PROMPT).missed[0].trouble == ()
-
-
-def test_what_is_not_worth_loading_is_reported(engine: Engine) -> None:
-    """A load takes 100 s, and the engine computes a prompt in 0.2 s."""
-    clock, slow = Clock(), Wrong(store(1024))
-    slow.before["load"] = lambda: clock.pass_(100.0)
-    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, load_seconds=1_000.0) as manager:
-        for first in range(0, 3000, 100):
-            seed(engine, manager, [prompt := tokens(17, first)])
-            engine.cache.content.forget(prompt)
-            handle = manager.prefetch(engine.prompt(prompt), 1e5)
-            assert handle.wait(600)
-            if handle.ended == "declined":
-                break
-        assert manager.explain(prompt).missed[0].trouble == (("wrong", "declined"),)
-        assert manager.explain(prompt).missed[0].stores == ("wrong",)
-
-
-def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(engine: Engine) -> None:
-    """The engine computes a prompt in 0.2 s, and a load takes 5 s."""
-    clock, slow = Clock(), Wrong(store(1024))
-    slow.before["load"] = lambda: clock.pass_(5.0)
-    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, load_seconds=1_000.0) as manager:
-        for first in range(0, 700, 100):
-            seed(engine, manager, [prompt := tokens(17, first)])
-            engine.cache.content.forget(prompt)
-            handle = manager.prefetch(engine.prompt(prompt), 1e5, spare=60.0)
-            assert handle.wait(600) and handle.ended == "loaded"
-        with pytest.raises(ValueError, match="spare: .*-1"):
-            manager.prefetch(engine.prompt(PROMPT), spare=-1.0)
-        assert manager.stats().prefetches == {"loaded": 7}
 
 
 def test_why_blocks_were_not_saved_is_remembered_in_bounded_memory(

@@ -51,20 +51,6 @@ def test_what_came_before_a_failure_is_used(engine: Engine, wrong: Wrong) -> Non
 # -- bounds --------------------------------------------------------------------------------------------
 
 
-def test_saves_that_find_no_place_are_dropped_and_counted(engine: Engine) -> None:
-    gate, slow = Gate(), Wrong(store())
-    slow.before["save"] = gate
-    with make_manager(engine, slow, staging_blocks=4, queued_blocks=8) as manager:
-        sequence = engine.add(tokens(129))
-        engine.finish(sequence)
-        gate.wait()
-        until(lambda: ("wrong", "queue_full") in manager.stats().dropped)
-        gate.open()
-        assert manager.drain(600)
-        stats = manager.stats()
-        assert stats.saved_blocks + sum(stats.dropped.values()) == 32
-
-
 def test_a_block_that_is_evicted_before_it_was_copied_is_counted(engine: Engine) -> None:
     gate, slow = Gate(), Wrong(store())
     slow.before["save"] = gate
@@ -246,19 +232,6 @@ def test_a_storage_manager_ends_with_its_pool() -> None:
         manager.prefetch(PROMPT)
     gate.open()
     assert manager.close(600) and manager.stats().saved_blocks == 0
-
-
-def test_a_long_prompt_leaves_rows_to_others() -> None:
-    long, short, engine = tokens(401, 1000), tokens(41), make_engine(P=256, S=256)
-    wrong, gate, held = Wrong(stocked(long, short)), Gate(), [False] * 64 + [True]
-    wrong.before["load"] = lambda: gate() if held.pop() else None
-    wrong.threads = 4
-    with engine.cache, make_manager(engine, wrong, staging_blocks=64) as manager:
-        first = manager.prefetch(engine.prompt(long), timeout=600.0)
-        gate.wait()
-        assert fetch(engine, manager, short) == 10 and not first.done
-        gate.open()
-        assert first.wait(600) and first.blocks == 100
 
 
 @pytest.mark.parametrize(

@@ -85,15 +85,6 @@ def test_rows_that_are_held_come_back_when_they_are_released(worker: StoreWorker
     assert worker.free("load") == ROWS and not worker.in_flight
 
 
-def test_saves_leave_half_of_the_rows_to_loads(worker: StoreWorker) -> None:
-    rows = worker.take("save", ROWS)
-    assert len(rows) == ROWS - ROWS // 2 and not len(worker.take("save", 1))
-    more = worker.take("load", ROWS)
-    assert len({*rows.tolist(), *more.tolist()}) == ROWS
-    worker.give_back(rows)
-    worker.give_back(more)
-
-
 def test_nobody_waits_for_rows_that_hang(store: Wrong, worker: StoreWorker, clock: Clock) -> None:
     keys, gate = save(worker, 4), store.hold("load")
     gone = worker.take("load", ROWS - 4)

@@ -74,23 +74,6 @@ def calls() -> Calls:
 # -- what a crash may leave ----------------------------------------------------------------------------
 
 
-def test_bytes_are_durable_when_a_sync_has_returned(calls: Calls) -> None:
-    calls.write(b"new")
-    assert calls.leave(b"", b"new")
-    sync = calls.begin(Kind.SYNC, FILE)
-    assert calls.leave(b"")
-    calls.end(sync)
-    assert calls.leave(b"new")
-
-
-def test_a_write_under_way_when_a_sync_begins_is_not_covered(calls: Calls) -> None:
-    write = calls.begin(Kind.WRITE, FILE, b"new")
-    sync = calls.begin(Kind.SYNC, FILE)
-    calls.end(write, 3)
-    calls.end(sync)
-    assert calls.leave(b"")
-
-
 def test_a_sync_that_has_failed_is_not_made_up_for_by_the_next(calls: Calls) -> None:
     calls.write(b"lost")
     calls.sync(result=-1)
@@ -112,12 +95,6 @@ def test_a_sync_of_everything_covers_all_files_and_names_and_that_of_another_fil
     assert calls.left() == {"file": b"new", "other": b"too"}
 
 
-def test_a_write_with_dsync_is_durable_when_it_returns(calls: Calls) -> None:
-    calls.write(b"old")
-    calls.write(b"new", 3, flags=1)
-    assert calls.leave(b"\0\0\0new")
-
-
 def test_what_is_not_durable_survives_in_any_subset(calls: Calls) -> None:
     for place in range(3):
         calls.write(b"%d" % place, place)
@@ -135,14 +112,6 @@ def test_a_torn_write_changes_its_own_sectors_only(calls: Calls) -> None:
     noisy = [calls.left(Fate(0.0, 1.0, 0.5), seed)["file"] or b"" for seed in range(50)]
     assert all(data[:SECTOR] == data[-SECTOR:] == b"a" * SECTOR for data in noisy)
     assert set(noisy) - contents
-
-
-def test_sizes_change_as_bytes_do(calls: Calls) -> None:
-    calls.end(calls.begin(Kind.ALLOCATE, FILE, length=100))
-    assert calls.leave(b"", bytes(100))
-    calls.sync()
-    calls.end(calls.begin(Kind.TRUNCATE, FILE, length=10))
-    assert calls.leave(bytes(100), bytes(10))
 
 
 def test_names_are_durable_when_their_folder_was_synced(calls: Calls) -> None:
@@ -163,17 +132,6 @@ def test_names_survive_in_their_order(calls: Calls) -> None:
     calls.name(Kind.UNLINK, "file")
     states = [calls.left(Fate(0.6), seed) for seed in range(100)]
     assert {tuple(sorted(state)) for state in states} == {("file",), ("file", "new"), ()}
-
-
-def test_a_renamed_file_may_be_empty_without_a_sync_of_its_bytes(calls: Calls) -> None:
-    calls.write(b"old")
-    calls.sync()
-    calls.name(Kind.CREATE, "new", OTHER)
-    calls.write(b"new", file=OTHER)
-    calls.name(Kind.RENAME, "new\nfile")
-    assert calls.leave(b"old")
-    calls.sync(FOLDER)
-    assert calls.leave(b"", b"new")
 
 
 # -- what is promised ----------------------------------------------------------------------------------

@@ -70,12 +70,6 @@ def test_a_log_is_read_as_it_was_written_and_refuses_other_bytes() -> None:
     assert DropLog.decode(data[:-24], SECRET, "t") is None and DropLog.decode(b"", SECRET, "t") is None
 
 
-def test_a_drop_that_no_pack_can_be_older_than_leaves_the_log() -> None:
-    log = DropLog().then([block(1)], 10, 0).then([block(2)], 20, 0)
-    assert set(log.then([block(3)], 30, 9).names) == {block(1), block(2), block(3)}
-    assert set(log.then([block(3)], 30, 10).names) == {block(2), block(3)}
-
-
 def test_a_log_that_is_full_drops_what_was_saved_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_index, "DROPS_MAX", 3)
     index, log = PackIndex(100), DropLog().then([block(1), block(2), block(3)], 10, 0)
