@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-PEER, DOORS = "tests/stores/test_peer.py", "tests/stores/test_peer_listener.py"
+PEER, DOORS = "tests/stores/test_peer.py", "tests/stores/test_peer.py"
 IMPOSTORS = "tests/remote/test_remote_impostors.py"
 
 _CACHE = "tests/house/test_jit_places.py::test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning"

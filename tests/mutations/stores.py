@@ -6,7 +6,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _HASHED = (
-    "tests/stores/test_host_storage_manager_hashing.py"
+    "tests/stores/test_host_storage_manager_clear.py"
     "::test_what_is_published_after_clear_is_not_saved_for_what_was_before"
 )
 
@@ -75,7 +75,7 @@ MUTATIONS = (
         "request.returned",
         "request.done",
         "A load that hung writes into the blocks of another request.",
-        ("tests/stores/test_worker_calls.py::test_nobody_waits_for_rows_that_hang",),
+        ("tests/stores/test_queue.py::test_nobody_waits_for_rows_that_hang",),
     ),
     Mutation(
         "the_secret_of_another_user_is_used",
@@ -91,7 +91,7 @@ MUTATIONS = (
         "os.eventfd_read(self._signal)",
         "pass",
         "An engine that waits for jobs spins on one core.",
-        ("tests/stores/test_worker_calls.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),
+        ("tests/stores/test_queue.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),
     ),
     # -- choice --------------------------------------------------------------------------------------------
     Mutation(

@@ -12,7 +12,7 @@ from kvpool import HostCache, HostTier
 from kvpool.storage.host_storage_manager import HostStorageManager, HostStorageManagerStats
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
 
-ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
+ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 
 
 class Engine:

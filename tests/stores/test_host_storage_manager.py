@@ -13,11 +13,8 @@ from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.pool import Missed
 from kvpool.storage import MemoryStore
 from kvpool.storage.host_storage_manager import HostStorageManager
-from tests.stores.host_lab import Engine, Make
+from tests.stores.host_lab import ABSENT, HERE, PENDING, Engine, Make
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
-
-ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-
 
 # -- what it is for --------------------------------------------------------------------------------------
 
@@ -89,12 +86,12 @@ def test_what_has_come_before_the_deadline_is_used(make: Make) -> None:
 def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Make, retry: float) -> None:
     """Steps of an engine may last for longer than an answer counts: it would ask for ever."""
     engine = make(retry_seconds=retry)
-    assert engine.look(3) == [HostCache.PENDING] * 3
+    assert engine.look(3) == [PENDING] * 3
     engine.until(lambda: not engine.stats.searching)
     engine.now += 3600.0
     assert engine.manager.find(names(1)[0]) == ABSENT
     engine.now += retry + 1.0
-    assert engine.look(3) == [HostCache.PENDING] * 3, "the answer was read, and is old"
+    assert engine.look(3) == [PENDING] * 3, "the answer was read, and is old"
 
 
 def test_a_store_that_was_given_no_time_is_not_blamed(make: Make, store: Wrong) -> None:

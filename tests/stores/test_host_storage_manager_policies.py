@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import HostCache
 from kvpool.storage import MemoryStore
 from kvpool.storage.choice import Load
-from tests.stores.host_lab import Engine, Make
+from tests.stores.host_lab import ABSENT, HERE, Engine, Make
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, fail, names
-
-ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 
 
 class Some:

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import HostCache
 from kvpool.storage import MemoryStore
 from kvpool.storage.backends.disk import DiskStore
-from tests.stores.host_lab import Engine, Make, engines
+from tests.stores.host_lab import ABSENT, HERE, PENDING, Engine, Make, engines
 from tests.stores.lab import BLOCK_BYTES, Wrong, fail, keys_of, names, open_queue
 
-ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 STORES: dict[str, Callable[[Path], Any]] = {
     "memory": lambda folder: MemoryStore(256 * BLOCK_BYTES),
     "disk": lambda folder: DiskStore(folder / "store", 256 * BLOCK_BYTES),

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvpool import HostCache, KVCacheManager
+from kvpool import KVCacheManager
 from kvpool.storage import MemoryStore, Prefetch, StorageManager
 from kvpool.storage.store import Store
 from tests.seeds import some_of
-from tests.stores.host_lab import ABSENT, HERE, Engine, Make, engines
+from tests.stores.host_lab import ABSENT, HERE, PENDING, Engine, Make, engines
 from tests.stores.lab import Wrong, names
 from tests.stores.pool_lab import (
     IDENTITY,
@@ -78,7 +78,7 @@ def test_a_request_waits_for_the_room_of_another_and_loads_all(make: Make, how: 
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.manager.lookup(names(6, 8), "r1")
     wait(engine)
-    assert set(engine.manager.lookup(names(6, 8), "r1").tolist()) == {HostCache.PENDING}
+    assert set(engine.manager.lookup(names(6, 8), "r1").tolist()) == {PENDING}
     assert engine.stats.searching == 6 and engine.stats.missed == {}
     if how == "read":
         engine.manager.pin(names(8), owner="r0").close()
@@ -109,7 +109,7 @@ def test_a_request_waits_for_room_for_half_of_its_time_and_only_once(make: Make)
 
 def test_a_prompt_longer_than_the_room_does_not_wait_for_itself(make: Make) -> None:
     engine = with_store(make, 16)
-    assert engine.manager.lookup(names(12), "r0").tolist() == [HostCache.PENDING] * 12
+    assert engine.manager.lookup(names(12), "r0").tolist() == [PENDING] * 12
     wait(engine)
     assert engine.manager.lookup(names(12), "r0").tolist() == [HERE] * 8 + [ABSENT] * 4
     assert engine.stats.searching == 0
@@ -120,7 +120,7 @@ def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_
     assert look_up(engine, "r0", names(8)) == [HERE] * 8
     engine.write(16, 100)
     engine.drain()
-    assert engine.look(8, 8) == [HostCache.PENDING] * 8, "without a name it would not wait"
+    assert engine.look(8, 8) == [PENDING] * 8, "without a name it would not wait"
     assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
     stats = engine.stats
     assert (stats.refused, stats.missed, stats.promoted_blocks) == (0, {}, 8)
