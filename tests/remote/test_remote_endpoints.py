@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import zmq
-from workers import LARGE, SECRET, Make, stored, worker
+from workers import LARGE, SECRET, Make, counted, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, listener
 from kvpool.remote.block_server import Limits, fitting
 from kvpool.remote.transport import InlineServer
 from kvpool.state.hashing import remote_password
-from tests.waiting import at_once, until
+from tests.waiting import at_once
 
 SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
 SERVER_KEYS, FRIEND_KEYS = ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*FRIEND, SERVER[0])
@@ -159,7 +159,7 @@ def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, guard: str) ->
     with BlockServer(there.cache, keys=server_keys) as server:
         with BlockClient(server.endpoint, here.cache, keys=client_keys) as client:
             assert client.fetch(tokens) == 4, "this client has the credentials"
-        until(lambda: server.stats().requests == 1, "note of the request")
+        counted(server, requests=1)
         gone = threading.Event()
 
         def leave() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from workers import LARGE, SMALL, Make, expected, pair, stored, worker
+from workers import LARGE, SMALL, Make, counted, expected, pair, stored, unpinned, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits
 from tests.waiting import at_once, until
@@ -20,8 +20,8 @@ def test_the_next_request_with_the_prefix_hits(make: Make, layout: dict[str, Any
         prompt = here.prompt(tokens, **names)
         assert client.fetch(prompt) == 10
         assert client.fetch(prompt) == 0
-        until(lambda: not there.cache.leases, "end of the leases")
-        until(lambda: server.stats().blocks == 10, "count of blocks")
+        unpinned(there)
+        counted(server, blocks=10)
     assert here.cache.match_prefix(prompt).host_tokens == 40
     assert here.add(tokens, **names).cached == 40  # compares every byte
 
@@ -31,7 +31,7 @@ def test_only_what_follows_the_cached_prefix_is_requested(make: Make) -> None:
         here.seed(tokens[:21])
         assert client.fetch(tokens[:32]) == 2, "nobody reuses the block of the last token"
         assert client.fetch(tokens) == 1
-        until(lambda: server.stats().blocks == 3, "count of blocks")
+        counted(server, blocks=3)
     assert here.add(tokens).cached == 32
 
 
@@ -90,5 +90,5 @@ def test_several_clients_are_served_at_once(make: Make) -> None:
                 return sum(map(client.fetch, prompts))
 
         assert at_once(fetch, range(3)) == [15, 15, 15]
-        until(lambda: not there.cache.leases, "end of the leases")
+        unpinned(there)
     assert all(here.add(tokens).cached == 20 for here in readers for tokens in prompts)

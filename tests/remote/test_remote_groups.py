@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workers import SECRET, Raw
+from workers import SECRET, Raw, counted, unpinned
 
 from group_engine import GroupsEngine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
@@ -84,7 +84,7 @@ def test_the_next_request_reuses_what_every_group_has_there(
             entered = client.fetch(TOKENS)
             assert entered == hosted(here) > 0
             assert client.fetch(TOKENS) == 0
-        until(lambda: not there.cache.leases, "end of the leases")
+        unpinned(there)
         until(lambda: server.stats().blocks == entered, "count of blocks")
         assert server.stats().missing_blocks == 0
     request = here.add(TOKENS, **encoder(here))  # compares every byte that is reused, in every group
@@ -119,24 +119,22 @@ def test_nothing_is_asked_for_that_would_gain_nothing(open_: Open) -> None:
     with pair(open_, [FULL, STATES]) as (there, here, server, client):
         there.cache.content.forget(there.prompt(TOKENS).keys[[1, 3, 5, 7]])  # all states, and blocks of the other group
         assert client.fetch(TOKENS) == 0 and client.fetch(here.cache.block_keys(TOKENS, reuse=False)) == 0
-        until(lambda: server.stats().questions == 1, "count of questions")
+        counted(server, questions=1)
         assert server.stats().requests == 0
 
 
 def test_blocks_that_go_between_question_and_request_end_the_fetch(
     open_: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, here = worker(open_, [FULL, WINDOWED]), worker(open_, [FULL, WINDOWED])
-    stored(there)
-    lacking = here.cache.content.missing_blocks
+    with pair(open_, [FULL, WINDOWED]) as (there, here, server, client):
+        lacking = here.cache.content.missing_blocks
 
-    def late(*args: Any) -> Any:
-        missing = lacking(*args)
-        there.cache.content.forget(there.prompt(TOKENS).keys[2:])
-        return missing
+        def late(*args: Any) -> Any:
+            missing = lacking(*args)
+            there.cache.content.forget(there.prompt(TOKENS).keys[2:])
+            return missing
 
-    monkeypatch.setattr(here.cache.content, "missing_blocks", late)
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+        monkeypatch.setattr(here.cache.content, "missing_blocks", late)
         assert client.fetch(TOKENS) == 2
     assert here.cache.match_prefix(TOKENS).tokens == 0  # the window of the first two blocks is not there
     assert here.add(TOKENS).cached == 0
@@ -156,7 +154,7 @@ def test_a_fetch_that_fails_half_way_says_what_has_entered_and_the_next_one_goes
             with pytest.raises(RemoteError, match="made up") as caught:
                 client.fetch(TOKENS)
         assert caught.value.blocks == 8 and here.cache.match_prefix(TOKENS).tokens == 0
-        until(lambda: not there.cache.leases, "end of the leases")
+        unpinned(there)
         with BlockClient(server.endpoint, here.cache) as client:
             assert client.fetch(TOKENS) == 3
     assert here.add(TOKENS).cached == 32
@@ -164,16 +162,13 @@ def test_a_fetch_that_fails_half_way_says_what_has_entered_and_the_next_one_goes
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_single_blocks_of_a_group_come_whole_in_the_order_of_their_keys(open_: Open, group: int) -> None:
-    kinds = [PARTS, STATES]
-    there, here = worker(open_, kinds), worker(open_, kinds)
-    stored(there)
-    keys = there.prompt(TOKENS).keys[[7, 1, 5]]
-    with there.cache.pin(keys, tier="host", group=group) as lease:
-        rows = lease.blocks - there.cache.groups[group].first_host_block
-        host = there.cache.memory.host_pools[group]
-        expected = [b"".join(part[row].tobytes() for part in host) for row in rows]
-        assert (lease.groups == group).all()
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+    with pair(open_, [PARTS, STATES]) as (there, here, server, client):
+        keys = there.prompt(TOKENS).keys[[7, 1, 5]]
+        with there.cache.pin(keys, tier="host", group=group) as lease:
+            rows = lease.blocks - there.cache.groups[group].first_host_block
+            host = there.cache.memory.host_pools[group]
+            expected = [b"".join(part[row].tobytes() for part in host) for row in rows]
+            assert (lease.groups == group).all()
         fetched = client.fetch_blocks([*(key.tobytes() for key in keys), bytes(16)], group=group)
         assert [None if block is None else bytes(block) for block in fetched] == [*expected, None]
         with pytest.raises((TypeError, ValueError), match="group"):
@@ -183,10 +178,8 @@ def test_single_blocks_of_a_group_come_whole_in_the_order_of_their_keys(open_: O
 
 
 def test_blocks_of_cross_attention_are_not_served(open_: Open) -> None:
-    there = worker(open_, [CROSS, FULL])
-    stored(there)
-    keys = there.prompt(TOKENS).keys.tobytes()
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, there.cache) as client:
+    with pair(open_, [CROSS, FULL]) as (there, here, server, client):
+        keys = there.prompt(TOKENS).keys.tobytes()
         with pytest.raises(
             ValueError, match="group: expected one that is not for cross attention, of which nothing is served, got 0"
         ):
@@ -212,7 +205,7 @@ def test_a_question_is_answered_for_each_group(open_: Open) -> None:
         assert (cached == there.cache.content.cached_blocks(keys, tier="host")).all() and cached[1:].any(axis=1).all()
         for frames in ([], [b""], [keys.tobytes()[:-1]], [keys.tobytes(), b"x"]):
             assert raw.ask(Find(3), *frames).code == "malformed"
-        until(lambda: server.stats().questions == 1, "count of questions")
+        counted(server, questions=1)
 
 
 def test_prompts_of_more_keys_than_a_question_has_room_for_are_asked_for_in_several(
@@ -221,7 +214,7 @@ def test_prompts_of_more_keys_than_a_question_has_room_for_are_asked_for_in_seve
     with pair(open_, [FULL, WINDOWED]) as (there, here, server, client):
         monkeypatch.setattr("kvpool.remote.block_client.BLOCKS_MAX", 3)
         assert client.fetch(TOKENS) == 8 + 3
-        until(lambda: server.stats().questions == 3, "count of questions")
+        counted(server, questions=3)
     assert here.add(TOKENS).cached == 32
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 from relay import Relay
-from workers import SECRET, Fake, Make, Raw, expected, packed, stored, wire_key, worker
+from workers import SECRET, Fake, Make, Raw, counted, expected, packed, stored, wire_key, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
 from kvpool.remote.listener import ClientSecret, ServerSecret
@@ -141,7 +141,7 @@ def test_each_side_learns_that_the_other_is_of_another_version(make: Make, said:
     with BlockServer(there.cache) as server, Raw(server.endpoint, there, False) as raw:
         raw.socket.send(said + bytes(16))
         assert raw.receive() == [MAGIC + bytes([VERSION])]
-        until(lambda: server.stats().malformed == 1, "count")
+        counted(server, malformed=1)
 
 
 def test_an_impostor_in_the_place_of_a_store_serves_nothing(make: Make) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from relay import Relay
-from workers import HUGE, Make, expected, stored, worker
+from workers import HUGE, Make, counted, expected, stored, unpinned, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteTimeout
 from kvpool.remote.transport import InlineServer
-from tests.waiting import until
 
 BLOCKS = 16
 ALL = Limits(bytes_in_total=BLOCKS << 20, bytes_per_client=1 << 40)
@@ -72,7 +71,7 @@ def stalled(make: Make, **options: Any) -> Iterator[tuple[Engine, list[int], Blo
             fetch = Fetch(client, there.keys(tokens))
             assert transport.offered.wait(600)
             if "stall_seconds" not in options:  # else the transfer may be over before anybody has looked
-                until(lambda: server.stats().transfers == 1, "transfer")
+                counted(server, transfers=1)
             yield there, tokens, server, relay, fetch
             relay.pass_on()
             fetch.wait()
@@ -92,7 +91,7 @@ def test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on(make: Make)
         assert overwrite(there) == 0, "pinned blocks were taken"
         relay.pass_on()
         assert fetch.wait() == expected(there, tokens)
-        until(lambda: not there.cache.leases, "end of the lease")
+        unpinned(there)
         assert overwrite(there) == BLOCKS
         assert server.stats().transfers == server.stats().transfer_bytes == 0
 
@@ -140,7 +139,7 @@ def test_what_was_on_its_way_is_released_when(make: Make, end: str) -> None:
             server.close(timeout=0.01)
             assert server.closed and not there.cache.leases and server.stats().transfers == 0
             server.close()
-        until(lambda: not there.cache.leases, "end of the lease")
+        unpinned(there)
         assert "lost" in end or fetch.is_alive(), "the client gave up first"
         assert overwrite(there) == BLOCKS
         relay.cut()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 from relay import Relay
-from workers import HUGE, LARGE, SECRET, Make, Raw, expected, pair, stored, worker
+from workers import HUGE, LARGE, SECRET, Make, Raw, counted, expected, pair, stored, unpinned, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.block_server import Sending, UnderWay, Waiting
@@ -133,7 +133,7 @@ def test_more_requests_than_the_limit_wait_or_are_refused_and_all_are_answered(m
             relay.hold()
             for number in range(1, 4):
                 raw.send(Get(number, 0), b"".join(there.keys(tokens)[:16]))
-            until(lambda: server.stats().refused == 1, "refusal")
+            counted(server, refused=1)
             assert server.stats().transfers == 1 and len(there.cache.leases) == 1
             relay.pass_on()
             answers = [raw.answer().message for _ in range(3)]
@@ -203,11 +203,11 @@ def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
     with pair(make, 4, place, limits=limits) as (there, here, tokens, server, client), ExitStack() as silent:
         for _ in range(30):
             silent.enter_context(connected(server.endpoint))
-        until(lambda: server.stats().connections_refused == 27, "refusals")
+        counted(server, connections_refused=27)
         assert client.fetch(tokens) == 4
         for _ in range(30):
             silent.enter_context(connected(server.endpoint))
-        until(lambda: server.stats().connections_refused == 58, "refusals")
+        counted(server, connections_refused=58)
         assert client.fetch_blocks(here.keys(tokens)) == expected(there, tokens)
         assert server.stats().connections_refused == 58, "it has its place still"
 
@@ -215,7 +215,7 @@ def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
 def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:
     with pair(make, layout=LARGE) as (there, here, tokens, server, client):
         assert client.fetch(tokens[:9]) == 2
-        until(lambda: not there.cache.leases, "end of the leases")
+        unpinned(there)
         there.cache.close()
         with pytest.raises(RemoteError, match="closed"):
             client.fetch(tokens)

@@ -19,6 +19,7 @@ from kvpool.remote.session import Blocks, Failed, Found, Hello, Message, Receive
 from kvpool.remote.transport import served
 from kvpool.state.hashing import remote_password
 from kvpool.storage.backends.peer.peer_store import StoreDone, StoreWelcome
+from tests.waiting import until
 
 SECRET = bytes(range(32))
 SMALL = {"head_dim": 3}
@@ -68,6 +69,16 @@ def pair(
     with BlockServer(there.cache, endpoint, limits=limits) as server:
         with BlockClient(server.endpoint, here.cache, **reads) as client:
             yield there, here, tokens, server, client
+
+
+def counted(server: Any, **figures: int) -> None:
+    """Wait until the server's figures are these."""
+    until(lambda: all(getattr(server.stats(), name) == value for name, value in figures.items()), str(figures))
+
+
+def unpinned(engine: Any) -> None:
+    """Wait until no block is lent."""
+    until(lambda: not engine.cache.leases, "end of the leases")
 
 
 class Raw:

@@ -29,7 +29,7 @@ from kvpool.storage.backends.shared_secret import SharedSecret
 from kvpool.storage.store import MODEL_BYTES
 from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses
-from tests.remote.workers import Fake, packed
+from tests.remote.workers import Fake, counted, packed
 from tests.stores.contract import LastingContract
 from tests.stores.lab import (
     BLOCK_BYTES,
@@ -84,7 +84,7 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
     with clients(server, 3) as (saver, two, other):
         keys, gate = saved(saver, 4), store.hold("save")
         hanging = [queue.save(keys_of(queue, 4, 4), np.arange(4)) for queue in (saver, two)]
-        until(lambda: server.stats().in_flight == 2, "save")
+        counted(server, in_flight=2)
         gate.wait()
         assert other.load(keys, np.arange(4)).wait(600)
         gate.open()
@@ -147,9 +147,9 @@ def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve)
         saves = [saver.save(keys_of(saver, 2, 10), np.arange(2))]
         gate.wait()
         dropped = two.forget(keys[:2])
-        until(lambda: server.stats().in_flight == 2, "forget")
+        counted(server, in_flight=2)
         saves.append(three.save(keys_of(three, 2, 20), np.arange(2)))
-        until(lambda: server.stats().in_flight == 3, "save")
+        counted(server, in_flight=3)
         assert three.load(keys[2:], np.arange(10, 12)).wait(600)
         assert wrong.calls.count("save") == 2 and "forget" not in wrong.calls
         gate.open()
@@ -243,7 +243,7 @@ def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_ro
         assert job.wait(600, returned=True), "the client waits no longer, although the server still hangs"
         gate.open()
         del store.before["load"]
-        until(lambda: server.stats().in_flight == 0, "end of the call")
+        counted(server, in_flight=0)
         assert (queue.memory[8:12] == 7).all()
         done(queue.load(keys, np.arange(4)))
 
@@ -371,7 +371,7 @@ def test_no_more_calls_are_read_than_may_wait(serve: Serve) -> None:
     raws = [Raw(server.endpoint) for _ in range(12)]
     for raw in raws:
         raw.send(call("find", wait_ms=60_000), KEY)
-    until(lambda: server.stats().in_flight == 4, "call")
+    counted(server, in_flight=4)
     gate.wait()
     assert server.stats().in_flight == 4
     gate.open()

@@ -12,7 +12,7 @@ import pytest
 from kvpool.pool.events import Events
 from kvpool.storage import MemoryStore, StorageManager
 from kvpool.storage.pool_adapter import Content
-from tests.engine import Engine, EventReplay, Request
+from tests.engine import Engine, EventReplay
 from tests.seeds import some_of
 from tests.stores.pool_lab import (
     IDENTITY,
@@ -223,7 +223,6 @@ class Lab:
         self.manager = make_manager(self.engine, self.stores, save=save, interval_seconds=0.001, promotion_blocks=1000)
         documents = [[self.random.randrange(7) for _ in range(33)] for _ in range(3)]
         self.prompts = [document[:length] for document in documents for length in (9, 17, 33)]
-        self.live: list[Request] = []
         self.early, self.late = Mirror(), list[Mirror]()
         self.early.last = 0  # the number of the first event
         self.resets = self.losses = 0
@@ -231,8 +230,6 @@ class Lab:
     def step(self) -> None:
         verbs: dict[Callable[[], object], int] = {
             self.seed: 8,
-            self.admit: 2,
-            self.release: 3,
             self.prefetch: 6,
             self.reset: 2,
             self.clear: 1,
@@ -252,35 +249,17 @@ class Lab:
         return self.random.choice(self.prompts)
 
     def seed(self) -> None:
-        self.release()
         self.engine.seed(self.prompt, None)
-
-    def admit(self) -> None:
-        if not self.live:
-            self.live.append(self.engine.add(self.random.choice(self.prompts[:2])))
-
-    def release(self) -> None:
-        for sequence in self.live:
-            self.engine.commit(sequence)
-            self.engine.release(sequence)
-        self.live.clear()
 
     def prefetch(self) -> None:
         fetch(self.engine, self.manager, self.prompt)
 
     def reset(self) -> None:
-        self.engine.cache.clear(force=True)
-        self._all_gone()
+        self.engine.cache.clear()
+        self.resets += 1
 
     def clear(self) -> None:
-        self.manager.clear(force=True)
-        self._all_gone()
-
-    def _all_gone(self) -> None:
-        for sequence in self.live:
-            del self.engine.live[sequence.id]
-        self.live.clear()
-        self.resets += 1
+        self.manager.clear()
 
     def drop(self) -> None:
         self.manager.forget(self.engine.prompt(self.prompt))

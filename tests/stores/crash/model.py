@@ -6,7 +6,7 @@ covered. All else may be there or not, as far as no rule below orders it:
 - **Bytes and size of a file.** A write, truncation or allocation is durable once an fsync or fdatasync of the file has
   returned that began after the call had ended. fdatasync counts as fsync, because a file's size is among what it must
   keep. A write is durable when it returns if the file was opened with O_DSYNC, or the call had RWF_DSYNC.
-- **A sync that fails** makes nothing durable, and no later one makes up for it: Linux marks the pages as clean.
+
 - **What is not durable** survives in any subset. A page cache is written back in any order, at any time.
 - **A write may survive in part**: each sector of 512 bytes has its new content, its old content, or, rarely, noise,
   which is what a device may leave that loses power while it writes. Only sectors of writes that are not durable are
@@ -42,11 +42,10 @@ class Unsupported(Exception):
 @dataclass(eq=False)
 class Change:
     """A change of a file or of a folder's names that is not durable yet. ``parts``: those of a write that no later and
-    durable write has replaced. ``ended``: the call has returned. ``given_up``: a sync of it has failed."""
+    durable write has replaced. ``ended``: the call has returned."""
 
     parts: list[Record]
     ended: bool = False
-    given_up: bool = False
 
 
 @dataclass(eq=False)
@@ -128,7 +127,7 @@ class Disk:
             self._file(record.file).mapped = True
         elif kind in (Kind.SYNC, Kind.SYNC_ALL):
             files = [self._root, *self._files.values()] if kind == Kind.SYNC_ALL else [self._file(record.file)]
-            covered = {file: [change for change, _ in file.pending if _can_be_kept(change)] for file in files}
+            covered = {file: [change for change, _ in file.pending if change.ended] for file in files}
             self._calls[record.call] = record, covered
         elif kind == Kind.END:
             self._end(record)
@@ -139,11 +138,10 @@ class Disk:
     def _end(self, record: Record) -> None:
         begun, covered = self._calls.pop(record.call)
         if begun.kind in (Kind.SYNC, Kind.SYNC_ALL):
+            if record.length:
+                raise Unsupported("a sync that fails")
             for file, changes in covered.items():
-                if record.length == 0:
-                    self._keep(file, changes)
-                for change in changes if record.length else ():
-                    change.given_up = True
+                self._keep(file, changes)
             return
         ((file, (change,)),) = covered.items()
         if record.length < 0:
@@ -259,10 +257,6 @@ def _content(file: File, fate: Fate, rng: random.Random) -> bytes:
             elif torn and part.kind == Kind.WRITE:
                 _tear(data, part, fate.noise, rng)
     return rng.randbytes(len(data)) if file.mapped else bytes(data)
-
-
-def _can_be_kept(change: Change) -> bool:
-    return change.ended and not change.given_up
 
 
 def _outside(record: Record, later: Record) -> Iterator[Record]:

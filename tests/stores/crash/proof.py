@@ -64,14 +64,12 @@ class Recording:
         return Promises(self.records, self.promised, self.gone)
 
 
-def recorded(
-    folder: Path, seed: int, skip: str = "", breakage: str = "", parts: Sequence[str] = ("first", "second")
-) -> Recording:
-    """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``, ``parts``: as in
+def recorded(folder: Path, seed: int, skip: str = "", breakage: str = "") -> Recording:
+    """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``: as in
     ``workload``."""
     root = folder.resolve() / "recorded"
     root.mkdir(mode=0o700)
-    programs = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in parts]
+    programs = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in ("first", "second")]
     return explained(Recording(root, record(programs, root, folder / "log", PAUSE_US, skip)))
 
 

@@ -41,7 +41,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char folder[PATH_MAX];
 static size_t folder_bytes;
 static const char* skipped;
-static unsigned pause_us, random_state = 1, syncs, failing;
+static unsigned pause_us, random_state = 1;
 static int log_file = -1;
 static uint64_t calls;
 static struct { dev_t device; ino_t number; int skip; } files[FILES];
@@ -394,8 +394,7 @@ static int sync_in(int fd, long number) {
     pthread_rwlock_rdlock(&under_way);
     uint64_t call = start(fd, record, NULL);
     if (pause_us) usleep((unsigned)rand_r(&random_state) % pause_us);
-    int fails = failing && __atomic_add_fetch(&syncs, 1, __ATOMIC_RELAXED) % failing == 0;
-    int result = fails ? -1 : (int)syscall(number, fd), error = fails ? EIO : errno;
+    int result = (int)syscall(number, fd), error = errno;
     end(call, result);
     pthread_rwlock_unlock(&under_way);
     errno = error;
@@ -452,9 +451,6 @@ ssize_t sendfile64(int out, int in, off_t* offset, size_t length) { return sendf
 void crash_mark(const char* data, uint32_t length) {
     if (recording()) append_alone((struct record){.kind = MARK, .data_bytes = length}, NULL, data);
 }
-
-// From now on each sync with such a number fails. 0: none does.
-void crash_fail(unsigned every) { failing = every; }
 
 // Ends the process as a kill does, at a moment when no recorded call is under way.
 void crash_die(void) {

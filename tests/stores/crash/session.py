@@ -13,7 +13,6 @@ from kvpool.storage import OK, StoreWorker
 from kvpool.storage.store import Bytes, Store
 from kvpool.storage.store_requests import StoreRequest
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, memory, names
-from tests.waiting import until
 
 CAPACITY, GROWN = 60, 100
 """In blocks. A store is opened with more than before once. Its table has two pages, and then three."""
@@ -70,10 +69,6 @@ class Session:
     def clear(self, namespace: bytes | None = None) -> bool:
         """Drop a namespace, or everything of the model. Returns as ``forget``."""
         return _confirmed(self.queue.clear(None if namespace is None else self.queue.secret.tag(namespace)))
-
-    def settle(self) -> None:
-        """Wait until the store has confirmed what the queue goes on trying to drop: nothing of it is saved before."""
-        until(lambda: not self.queue.stats().unconfirmed_drops, "confirmation of all drops")
 
     def evicted(self) -> bool:
         """Whether the store has evicted any block since the last call."""

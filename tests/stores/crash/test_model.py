@@ -74,16 +74,6 @@ def calls() -> Calls:
 # -- what a crash may leave ----------------------------------------------------------------------------
 
 
-def test_a_sync_that_has_failed_is_not_made_up_for_by_the_next(calls: Calls) -> None:
-    calls.write(b"lost")
-    calls.sync(result=-1)
-    calls.sync()
-    assert calls.leave(b"", b"lost")
-    calls.write(b"kep", 1)
-    calls.sync()
-    assert calls.leave(b"\0kep", b"lkep")
-
-
 def test_a_sync_of_everything_covers_all_files_and_names_and_that_of_another_file_nothing(calls: Calls) -> None:
     calls.name(Kind.CREATE, "other", OTHER)
     calls.write(b"new")

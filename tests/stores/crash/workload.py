@@ -3,8 +3,8 @@
 
 Each part is a process. "first" fills a new store, from several threads, evicts, forgets, has a limit, clears, closes
 and opens again, and is killed in mid-work. "second" opens what that one left with a greater capacity, and acknowledges
-blocks that are there already. "recovery" does only this, over a folder as a crash has left it. "failing" is a new store
-some of whose syncs fail. A breakage is one of ``breakages``.
+blocks that are there already. "recovery" does only this, over a folder as a crash has left it. A breakage is one of
+``breakages``.
 """
 
 from __future__ import annotations
@@ -138,22 +138,6 @@ def with_clears(marked: Marked, first: int, rounds: int) -> None:
     marked.look()
 
 
-def made_up_for(marked: Marked, first: int) -> None:
-    """Blocks whose syncs have failed are saved and forgotten again when syncs work. Only then is it acknowledged."""
-    kept, forgotten = [first, first + 1], [first + 2]
-    RECORDER.crash_fail(1)
-    assert not marked.save([*kept, *forgotten])
-    RECORDER.crash_fail(0)
-    marked.look()
-    assert marked.save([*kept, *forgotten]) == [*kept, *forgotten]
-    RECORDER.crash_fail(1)
-    assert not marked.forget(forgotten)
-    RECORDER.crash_fail(0)
-    marked.session.settle()
-    assert marked.forget(forgotten)
-    assert set(kept) <= set(marked.look())
-
-
 def first_part(folder: Path, rng: random.Random) -> None:
     with Session(disk_store(folder)) as session:
         marked = Marked(session)
@@ -186,23 +170,6 @@ def second_part(folder: Path, rng: random.Random) -> None:
         within_capacity(marked, 600, 2)
 
 
-def failing_part(folder: Path, rng: random.Random) -> None:
-    with Session(disk_store(folder)) as session:
-        marked = Marked(session)
-        for every in (3, 4, 2, 5):
-            works: list[Callable[[], None]] = [
-                lambda: with_clears(marked, 50, 2),
-                lambda every=every: within_capacity(marked, 100 * every, 3),
-                lambda: beyond_capacity(marked, 600, 4, rng),
-            ]
-            for work in works:
-                RECORDER.crash_fail(every)
-                work()
-                RECORDER.crash_fail(0)
-                session.settle()
-            made_up_for(marked, 700 + 3 * every)
-
-
 def recovery(folder: Path, rng: random.Random) -> None:
     with Session(disk_store(folder, GROWN)) as session:
         marked = Marked(session)
@@ -212,6 +179,6 @@ def recovery(folder: Path, rng: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    PARTS = {"first": first_part, "second": second_part, "failing": failing_part, "recovery": recovery}
+    PARTS = {"first": first_part, "second": second_part, "recovery": recovery}
     BREAKAGES[sys.argv[4] if len(sys.argv) > 4 else ""]()
     PARTS[sys.argv[2]](Path(sys.argv[1]), random.Random(int(sys.argv[3])))
