@@ -253,6 +253,7 @@ def test_a_second_thread_is_sent_away(make: Make) -> None:
         {"name": "a" * 65},
         {"name": 3},
         {"timeout": 0},
+        {"timeout": "1"},
         {"blocks_per_message": 5000},
         {"messages_in_flight": 0},
     ],

@@ -222,3 +222,13 @@ def test_only_tags_of_the_secret_are_accepted(queue: StoreWorker, tag: Any) -> N
     for call in calls:
         with pytest.raises(ValueError, match="tag: .*"):
             call()
+
+
+def test_a_store_without_clear_refuses_it_and_changes_nothing(store: Wrong) -> None:
+    store.clears_prefix = 0
+    with open_queue(store) as queue:
+        keys = saved(queue, 2)
+        for tag in (None, queue.secret.tag(b"")):
+            with pytest.raises(ValueError, match="expected one that can drop"):
+                queue.clear(tag)
+        assert codes(queue.find(keys)) == [OK] * 2

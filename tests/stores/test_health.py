@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
+from kvpool.storage import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED
 from kvpool.storage.circuit_breaker import CircuitBreaker
 from kvpool.storage.store_requests import StoreRequest
 from tests.stores.lab import Clock
@@ -54,16 +54,6 @@ def test_what_counts_as_a_failure(health: CircuitBreaker, code: int) -> None:
     for _ in range(3):
         health.note(job(code, code))
     assert not health.usable() and health.stats().failed_requests == 3
-
-
-def test_a_cancelled_job_says_nothing(health: CircuitBreaker) -> None:
-    fail(health, 2)
-    health.note(job(CANCELLED))
-    assert health.usable()
-    health.note(job(CANCELLED, FAILED))
-    assert not health.usable()
-    health.note(job())
-    assert not health.usable()
 
 
 def test_one_job_probes_it_after_a_while(health: CircuitBreaker, clock: Clock) -> None:
@@ -147,13 +137,6 @@ def test_a_probe_that_finds_nothing_gives_its_place_to_the_next(health: CircuitB
     assert not health.usable(), "a load is under way"
     health.note(job(OK, kind="load"))
     assert health.usable() and not health.suspended()
-
-
-def test_loads_leave_the_probe_of_finds_to_a_find(health: CircuitBreaker, clock: Clock) -> None:
-    fail(health, kind="find")
-    assert not health.usable(found=True)
-    clock.now += 5
-    assert health.usable(found=True) and health.usable() and not health.usable()
 
 
 def test_resume_ends_all_suspensions(health: CircuitBreaker) -> None:

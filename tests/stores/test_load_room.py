@@ -72,6 +72,15 @@ def with_store(make: Make, count: int, blocks: int = 16, room: int = 8, event_ca
     return engine
 
 
+def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make) -> None:
+    engine = with_store(make, 16)
+    engine.manager.lookup(names(8), "r0")
+    engine.manager.finish("r0")
+    engine.drain()
+    assert engine.stats.loaded_blocks == engine.stats.promoted_blocks == 0
+    assert look_up(engine, "r1", names(8)) == [HERE] * 8, "they may be asked for at once"
+
+
 @pytest.mark.parametrize("how", ["read", "finish"])
 def test_a_request_waits_for_the_room_of_another_and_loads_all(make: Make, how: str) -> None:
     engine = with_store(make, 16)

@@ -199,6 +199,11 @@ def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
 # -- bounds, closing, forking --------------------------------------------------------------------------
 
 
+def test_a_deadline_that_has_passed_reaches_no_store(store: Wrong, queue: StoreWorker) -> None:
+    assert codes_of(queue.find(keys_of(queue, 4), deadline=queue.now() - 1)) == [LATE] * 4
+    assert "find" not in store.calls
+
+
 def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
     queue, gate = open_queue(store), store.hold("save")
     job = queue.save(keys_of(queue, 4), np.arange(4))

@@ -4,6 +4,7 @@ library that answers what a test wants."""
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -106,6 +107,8 @@ def test_nothing_is_called_before_open_and_after_close(library: Library) -> None
             assert queue.find(keys).wait(600)
         store.close()
         assert library.calls.count("close") == 1
+    with pytest.raises(TypeError, match="secret would travel"):
+        pickle.dumps(store)
 
 
 def test_a_client_that_is_closed_calls_nothing(library: Library) -> None:
@@ -330,6 +333,21 @@ def test_what_is_missing_is_named(error: ImportError, words: str, monkeypatch: p
         MooncakeStore(secret=bytes(32))
 
 
+def test_a_version_that_lacks_calls_is_refused_and_one_that_was_not_tested_gives_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = type(sys)("mooncake.store")
+    monkeypatch.setitem(sys.modules, "mooncake", type(sys)("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    module.MooncakeDistributedStore = object
+    with pytest.raises(ImportError, match="has no setup: pip install"):
+        mooncake_client.library()
+    module.MooncakeDistributedStore = type("Store", (), dict.fromkeys(mooncake_client._METHODS))
+    monkeypatch.setattr(mooncake_client.metadata, "version", lambda package: "9.9")
+    with pytest.warns(RuntimeWarning, match="Mooncake 9.9 was not tested"):
+        mooncake_client.library()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -340,6 +358,7 @@ def test_what_is_missing_is_named(error: ImportError, words: str, monkeypatch: p
         ({"segment": 100}, "segment: expected 0, or 16777216 to .*got 100"),
         ({"protocol": "udp"}, "protocol: .*'udp'"),
         ({"threads": 0}, "threads"),
+        ({"threads": "many"}, "threads: expected an integer"),
         ({"hostname": 1}, "hostname"),
         ({"transform": 1}, "transform: .*1"),
         ({"secret": "ab" * 32}, "secret: expected 32 bytes"),
