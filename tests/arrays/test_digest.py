@@ -77,11 +77,6 @@ def test_threads_that_share_a_digest_get_what_each_gets_alone() -> None:
             assert list(threads.map(lambda buffer: shared.of([buffer]), buffers)) == expected
 
 
-def test_memory_that_is_not_contiguous_is_refused() -> None:
-    with pytest.raises(TypeError, match="contiguous"):
-        Digest(KEY).of([some_bytes(64).reshape(8, 8)[:, :4]])
-
-
 @pytest.mark.parametrize(
     ("module", "said"),
     [

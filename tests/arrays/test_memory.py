@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.device import CpuDevice, get_device
+from kvpool.device import CpuDevice
 from kvpool.device.memory.main_memory import available_ram
 from kvpool.device.memory.pools import BLOCKS_MAX, MemoryPools
 from kvpool.errors import DeviceError, InsufficientMemory, KVPoolError, PoolClosed
@@ -25,13 +24,13 @@ LAYOUT = BlockLayout(2, 2, 4, 4)
 
 
 class SmallDevice(CpuDevice):
-    """A device that says how much it has, and counts what it gave."""
+    """A device that reports how much it has, counts what it gave, and fails at an allocation if it is set to."""
 
-    def __init__(self, available: dict[str, int | None], one_memory: bool = False, fail_tier: str = "") -> None:
+    def __init__(self, available: dict[str, int | None], one_memory: bool = False, fail_at: int | None = None) -> None:
         super().__init__()
         self.available = available
         self.one_memory = one_memory
-        self.fail_tier = fail_tier
+        self.fail_at = fail_at
         self.allocated: list[str] = []
         self.freed = 0
 
@@ -39,7 +38,7 @@ class SmallDevice(CpuDevice):
         return self.available[tier]
 
     def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
-        if tier == self.fail_tier:
+        if len(self.allocated) == self.fail_at:
             raise MemoryError
         self.allocated.append(tier)
         return super().allocate(nbytes, tier, shared)
@@ -49,34 +48,21 @@ class SmallDevice(CpuDevice):
         super().free(array)
 
 
-def make(device_blocks: int = 6, host_blocks: int = 5, layout: BlockLayout = LAYOUT) -> MemoryPools:
-    return MemoryPools(get_device("cpu"), layout, device_blocks, host_blocks)
-
-
-def test_views_are_of_the_memory_that_the_device_copies() -> None:
-    pools = make()
-    pools.device_pool[:, :, 2] = 7
-    pools.device.copy_blocks(np.array([[2, 6 + 4, 4, 0]]))
-    assert (pools.host_pool[4] == 7).all()
-    assert not pools.host_pool[:4].any()
-    assert np.shares_memory(pools.device_pool, pools.flat("device"))
-
-
 # Giving it back
 
 
 def test_views_outlive_the_pools_and_memory_goes_with_the_last_one() -> None:
-    pools = make()
+    pools = MemoryPools(CpuDevice(), LAYOUT, 6, 5)
     pools.device_pool[...] = 3
     view = pools.device_pool[0]
-    memory = [weakref.ref(pools.flat("device").base), weakref.ref(pools.flat("host").base)]
+    device_memory, host_memory = (weakref.ref(pools.flat(tier).base) for tier in ("device", "host"))
     pools.close()
     gc.collect()
     assert (view == 3).all()
-    assert memory[0]() is not None and memory[1]() is None
+    assert device_memory() is not None and host_memory() is None
     del view
     gc.collect()
-    assert memory[0]() is None
+    assert device_memory() is None
 
 
 # What does not fit
@@ -85,132 +71,78 @@ def test_views_outlive_the_pools_and_memory_goes_with_the_last_one() -> None:
 def test_what_does_not_fit_says_how_much_was_asked_for_and_how_much_there_is() -> None:
     block = LAYOUT.block_bytes
     device = SmallDevice({"device": 4 * GIB, "host": block})
-    with pytest.raises(InsufficientMemory) as caught:
+    with pytest.raises(InsufficientMemory, match=f"{2 * block} bytes.*GiB.*{block} bytes") as caught:
         MemoryPools(device, LAYOUT, 1, 2)
     assert (caught.value.requested, caught.value.available, caught.value.tier) == (2 * block, block, "host")
-    assert (
-        f"{2 * block} bytes" in str(caught.value)
-        and f"{block} bytes" in str(caught.value)
-        and "GiB" in str(caught.value)
-    )
     assert isinstance(caught.value, MemoryError) and isinstance(caught.value, KVPoolError)
     assert device.allocated == []
     MemoryPools(device, LAYOUT, 1, 1)
+    with pytest.raises(InsufficientMemory):
+        MemoryPools(SmallDevice(ROOM), BlockLayout(2**20, 2**20, 2**20, 16), BLOCKS_MAX, 0)
 
 
 def test_tiers_of_one_memory_have_to_fit_together() -> None:
     block = LAYOUT.block_bytes
-    room = {"device": 3 * block, "host": 3 * block}
+    room: dict[str, int | None] = {"device": 3 * block, "host": 3 * block}
+    for one_memory, *blocks in ((True, 2, 1), (False, 2, 2)):
+        MemoryPools(SmallDevice(room, one_memory), LAYOUT, *blocks)
     with pytest.raises(InsufficientMemory, match="device and host") as caught:
-        MemoryPools(SmallDevice(dict(room), one_memory=True), LAYOUT, 2, 2)
+        MemoryPools(SmallDevice(room, one_memory=True), LAYOUT, 2, 2)
     assert (caught.value.requested, caught.value.available) == (4 * block, 3 * block)
-    MemoryPools(SmallDevice(dict(room), one_memory=True), LAYOUT, 2, 1)
-    MemoryPools(SmallDevice(dict(room)), LAYOUT, 2, 2)
     with pytest.raises(InsufficientMemory, match="^device tier"):
-        MemoryPools(SmallDevice(dict(room), one_memory=True), LAYOUT, 4, 0)
-
-
-def test_a_device_that_does_not_know_its_room_is_asked_for_the_memory() -> None:
-    MemoryPools(SmallDevice({"device": None, "host": None}), LAYOUT, 1, 1)
-    with pytest.raises(InsufficientMemory) as caught:
-        MemoryPools(SmallDevice({"device": None, "host": None}, fail_tier="device"), LAYOUT, 1, 1)
-    assert caught.value.requested == LAYOUT.block_bytes
-
-
-def test_more_than_any_machine_has_is_refused_before_it_is_allocated() -> None:
-    layout = BlockLayout(2**20, 2**20, 2**20, 16)
-    with pytest.raises(InsufficientMemory):
-        MemoryPools(get_device("cpu"), layout, BLOCKS_MAX, 0)
-    with pytest.raises(InsufficientMemory):
-        MemoryPools(SmallDevice({"device": None, "host": None}), layout, BLOCKS_MAX, 0)
-
-
-# Bad input
-
-
-def test_ids_of_both_tiers_together_are_int32() -> None:
-    with pytest.raises(ValueError, match="device_blocks, host_blocks: expected up to 2147483647 together, got "):
-        make(2**30, 2**30)
+        MemoryPools(SmallDevice(room, one_memory=True), LAYOUT, 4, 0)
 
 
 # How much there is
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
-    """Lay out a made-up proc and sys."""
-
-    def write(files: dict[str, str]) -> Path:
-        for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return tmp_path
-
-    return write
-
-
+GROUPS, OLD_GROUPS = "sys/fs/cgroup", "sys/fs/cgroup/memory"
 MEMINFO = {"proc/meminfo": "MemTotal: 4096 kB\nMemAvailable: 1024 kB\n"}
-
-
-def test_available_ram_is_what_the_kernel_says_where_nothing_limits_it(write: Any) -> None:
-    assert available_ram(write(MEMINFO)) == 1 << 20
-    write({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"})
-    assert available_ram(write({})) == 1 << 20
-
-
-def test_available_ram_is_unknown_where_the_system_says_nothing(tmp_path: Path, write: Any) -> None:
-    assert available_ram(tmp_path) is None
-    assert available_ram(write({"proc/meminfo": "MemTotal: 4096 kB\n"})) is None
-    assert available_ram(write({"proc/meminfo": "MemAvailable: lots\n"})) is None
-
-
-def test_the_tightest_group_above_the_process_decides(write: Any) -> None:
-    groups = "sys/fs/cgroup"
-    root = write(
+TOP = {**MEMINFO, "proc/self/cgroup": "0::/\n", f"{GROUPS}/memory.current": "50\n"}
+SYSTEMS: dict[str, tuple[dict[str, str], int | None]] = {
+    "an empty system": ({}, None),
+    "no available memory": ({"proc/meminfo": "MemTotal: 4096 kB\n"}, None),
+    "nonsense": ({"proc/meminfo": "MemAvailable: lots\n"}, None),
+    "no groups": (MEMINFO, 1 << 20),
+    "no limit": (TOP | {f"{GROUPS}/memory.max": "max\n"}, 1 << 20),
+    "over the limit": (TOP | {f"{GROUPS}/memory.max": "10\n"}, 0),
+    "nonsense in a group": (
+        MEMINFO | {"proc/self/cgroup": "garbage\n0::/a\n", f"{GROUPS}/a/memory.max": "soon\n"},
+        1 << 20,
+    ),
+    "a tight group above a loose one": (
         MEMINFO
         | {
             "proc/self/cgroup": "0::/a/b\n",
-            f"{groups}/a/memory.max": "9000\n",
-            f"{groups}/a/memory.current": "5000\n",
-            f"{groups}/a/memory.stat": "anon 1\ninactive_file 500\n",
-            f"{groups}/a/b/memory.max": "max\n",
-            f"{groups}/a/b/memory.current": "4000\n",
-        }
-    )
-    assert available_ram(root) == 9000 - 5000 + 500
-
-
-def test_a_group_over_its_limit_has_no_room(write: Any) -> None:
-    root = write(
-        MEMINFO
-        | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "10\n", "sys/fs/cgroup/memory.current": "50\n"}
-    )
-    assert available_ram(root) == 0
-
-
-def test_groups_of_version_one_count_and_a_name_from_outside_falls_back_to_the_mount(write: Any) -> None:
-    memory = "sys/fs/cgroup/memory"
-    root = write(
+            f"{GROUPS}/a/memory.max": "9000\n",
+            f"{GROUPS}/a/memory.current": "5000\n",
+            f"{GROUPS}/a/memory.stat": "anon 1\ninactive_file 500\n",
+            f"{GROUPS}/a/b/memory.max": "max\n",
+            f"{GROUPS}/a/b/memory.current": "4000\n",
+        },
+        9000 - 5000 + 500,
+    ),
+    "a group of version one, by a name from outside": (
         MEMINFO
         | {
             "proc/self/cgroup": "5:devices:/x\n4:memory:/docker/abc\n0::/\n",
-            f"{memory}/memory.limit_in_bytes": "8000\n",
-            f"{memory}/memory.usage_in_bytes": "3000\n",
-            f"{memory}/memory.stat": "total_inactive_file 1000\n",
-        }
-    )
-    assert available_ram(root) == 6000
+            f"{OLD_GROUPS}/memory.limit_in_bytes": "8000\n",
+            f"{OLD_GROUPS}/memory.usage_in_bytes": "3000\n",
+            f"{OLD_GROUPS}/memory.stat": "total_inactive_file 1000\n",
+        },
+        6000,
+    ),
+}
 
 
-def test_nonsense_in_group_files_is_passed_over(write: Any) -> None:
-    root = write(MEMINFO | {"proc/self/cgroup": "garbage\n0::/a\n", "sys/fs/cgroup/a/memory.max": "soon\n"})
-    assert available_ram(root) == 1 << 20
-
-
-def test_the_cpu_device_reports_the_memory_of_this_machine() -> None:
-    available = get_device("cpu").available_bytes("host")
-    assert available is None or available > 0
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_available_ram_is_what_the_kernel_and_the_tightest_group_leave(tmp_path: Path, system: str) -> None:
+    files, available = SYSTEMS[system]
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert available_ram(tmp_path) == available
 
 
 # ----------------------------------------
@@ -222,7 +154,7 @@ SIZES = {
     tier: [blocks[group] * LAYOUTS[group][part].block_bytes for group, part in PARTS]
     for tier, blocks in (("device", DEVICE_BLOCKS), ("host", HOST_BLOCKS))
 }
-ROOM = {"device": None, "host": None}
+ROOM: dict[str, int | None] = {"device": None, "host": None}
 
 
 def make_groups(device: Any = None, **options: Any) -> MemoryPools:
@@ -234,39 +166,25 @@ def test_every_part_has_arrays_of_its_layout_for_the_blocks_of_its_group() -> No
     assert [len(parts) for parts in pools.device_pools] == [len(parts) for parts in pools.host_pools] == [2, 1, 1, 1]
     for group, part in PARTS:
         layout = LAYOUTS[group][part]
-        assert pools.layouts[group][part] is layout
-        assert pools.device_pools[group][part].shape == layout.device_shape(DEVICE_BLOCKS[group])
-        assert pools.host_pools[group][part].shape == layout.host_shape(HOST_BLOCKS[group])
-        assert pools.device_pools[group][part].dtype == pools.host_pools[group][part].dtype == layout.storage_dtype
-        for tier, views in (("device", pools.device_pools), ("host", pools.host_pools)):
-            view = views[group][part]
-            assert pools.address(tier, group, part) == pools.flat(tier, group, part).ctypes.data == view.ctypes.data
-            assert view.nbytes == pools.flat(tier, group, part).nbytes and not view.any()
-    assert (pools.device_blocks, pools.host_blocks) == (sum(DEVICE_BLOCKS), sum(HOST_BLOCKS))
+        for tier, views, shape in (
+            ("device", pools.device_pools, layout.device_shape(DEVICE_BLOCKS[group])),
+            ("host", pools.host_pools, layout.host_shape(HOST_BLOCKS[group])),
+        ):
+            view, flat = views[group][part], pools.flat(tier, group, part)
+            assert (view.shape, view.dtype, view.nbytes) == (shape, layout.storage_dtype, flat.nbytes)
+            assert pools.address(tier, group, part) == flat.ctypes.data == view.ctypes.data and not view.any()
     pools.close()
 
 
-def test_one_group_of_one_part_is_the_same_in_both_forms() -> None:
-    layout = LAYOUTS[0][0]
-    for form, blocks in ((layout, (3, 2)), ([layout], ([3], [2])), ([[layout]], ((3,), (2,)))):
-        pools = MemoryPools(CpuDevice(), form, *blocks)
-        assert pools.layout is layout and pools.layouts == ((layout,),)
-        assert np.shares_memory(pools.device_pool, pools.device_pools[0][0]) and np.shares_memory(
-            pools.host_pool, pools.flat("host")
-        )
-        pools.close()
-
-
-@pytest.mark.parametrize(
-    "layouts", [LAYOUTS, LAYOUTS[:1], [LAYOUTS[1], LAYOUTS[2]]], ids=["groups", "parts", "groups of one part"]
-)
+@pytest.mark.parametrize("layouts", [LAYOUTS, LAYOUTS[:1]], ids=["groups", "parts"])
 def test_what_is_the_only_one_is_refused_where_there_are_several(layouts: Any) -> None:
     pools = MemoryPools(CpuDevice(), layouts, [1] * len(layouts), [0] * len(layouts))
-    instead = {"layout": "groups[group].layouts"}
-    for name in ("layout", "device_pool", "host_pool"):
-        with pytest.raises(
-            ValueError, match=re.escape(f"expected {instead.get(name, f'{name}s[group][part]')}, got groups of ")
-        ):
+    for name, instead in (
+        ("layout", "groups[group].layouts"),
+        ("device_pool", "device_pools[group][part]"),
+        ("host_pool", "host_pools[group][part]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"expected {instead}, got groups of ")):
             getattr(pools, name)
     pools.close()
 
@@ -285,14 +203,12 @@ def test_the_address_of_a_block_is_where_its_bytes_begin_in_the_first_part_of_it
 
 
 def test_closed_pools_say_so_and_close_again() -> None:
-    single, pools = make(), make_groups()
+    single, pools = MemoryPools(CpuDevice(), LAYOUT, 6, 5), make_groups()
     for each in (single, single, pools, pools):
         each.close()
         assert each.closed
     for call in (
         lambda: single.device_pool,
-        lambda: single.host_pool,
-        lambda: pools.device_pools,
         lambda: pools.host_pools,
         lambda: pools.flat("device"),
         lambda: pools.addresses(np.arange(1)),
@@ -315,13 +231,7 @@ def test_the_sum_of_all_parts_has_to_fit_into_a_tier(tier: str) -> None:
 
 @pytest.mark.parametrize("fail_at", range(2 * len(PARTS)))
 def test_when_any_allocation_fails_those_before_it_are_given_back(fail_at: int) -> None:
-    class Failing(SmallDevice):
-        def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
-            if len(self.allocated) == fail_at:
-                raise MemoryError
-            return super().allocate(nbytes, tier, shared)
-
-    device = Failing(dict(ROOM))
+    device = SmallDevice(ROOM, fail_at=fail_at)
     with pytest.raises(InsufficientMemory) as caught:
         make_groups(device)
     tier, place = ("device", "host")[fail_at // len(PARTS)], fail_at % len(PARTS)
@@ -330,7 +240,7 @@ def test_when_any_allocation_fails_those_before_it_are_given_back(fail_at: int) 
 
 
 def test_when_bind_fails_no_part_stays_allocated() -> None:
-    device = SmallDevice(dict(ROOM))
+    device = SmallDevice(ROOM)
     first = make_groups(device)
     with pytest.raises(ValueError, match="of its own"):
         make_groups(device)
@@ -348,7 +258,7 @@ def test_memory_that_the_device_does_not_take_back_keeps_no_other_from_going_bac
             if self.freed == refused + 1:
                 raise DeviceError("refused once")
 
-    device = Refusing(dict(ROOM))
+    device = Refusing(ROOM)
     pools = make_groups(device)
     with pytest.raises(DeviceError, match="refused once"):
         pools.close()
@@ -363,7 +273,7 @@ def test_memory_that_the_device_does_not_take_back_keeps_no_other_from_going_bac
 def test_a_list_is_the_memory_of_each_part_and_none_in_it_is_allocated() -> None:
     mine = {tier: [aligned(size) for size in sizes] for tier, sizes in SIZES.items()}
     mine["host"][1] = None
-    device = SmallDevice(dict(ROOM))
+    device = SmallDevice(ROOM)
     pools = make_groups(device, device_memory=mine["device"], host_memory=tuple(mine["host"]))
     assert device.allocated == ["host"]
     for place, (group, part) in enumerate(PARTS):
@@ -375,15 +285,11 @@ def test_a_list_is_the_memory_of_each_part_and_none_in_it_is_allocated() -> None
 
 def test_memory_of_the_caller_needs_no_room_and_the_rest_does() -> None:
     arrays = [aligned(size) for size in SIZES["device"]]
-    rest = SIZES["device"][3]
-    for room in (rest, rest - 1):
-        device = SmallDevice({"device": room, "host": None})
-        make_groups(SmallDevice({"device": 0, "host": None}), device_memory=arrays).close()
-        if room == rest:
-            make_groups(device, device_memory=[*arrays[:3], None, arrays[4]]).close()
-        else:
-            with pytest.raises(InsufficientMemory, match="^device tier"):
-                make_groups(device, device_memory=[*arrays[:3], None, arrays[4]])
+    make_groups(SmallDevice({"device": 0, "host": None}), device_memory=arrays).close()
+    rest, but_one = SIZES["device"][3], [*arrays[:3], None, arrays[4]]
+    make_groups(SmallDevice({"device": rest, "host": None}), device_memory=but_one).close()
+    with pytest.raises(InsufficientMemory, match="^device tier"):
+        make_groups(SmallDevice({"device": rest - 1, "host": None}), device_memory=but_one)
 
 
 def test_a_function_is_called_for_each_part_in_order() -> None:
@@ -414,7 +320,7 @@ def test_no_two_parts_or_tiers_of_the_caller_share_bytes(tier: str, place: int) 
     mine["device"][0] = raw[: SIZES["device"][0]]
     start = (SIZES["device"][0] - 1) // 64 * 64
     mine[tier][place] = raw[start : start + SIZES[tier][place]]
-    device = SmallDevice(dict(ROOM))
+    device = SmallDevice(ROOM)
     with pytest.raises(ValueError, match=rf"device_memory\[0\]: .*got some that {tier}_memory\[{place}\] has too"):
         make_groups(device, device_memory=mine["device"], host_memory=mine["host"])
     assert device.freed == 2 * len(PARTS)
@@ -423,13 +329,7 @@ def test_no_two_parts_or_tiers_of_the_caller_share_bytes(tier: str, place: int) 
 
 
 def test_more_blocks_than_ids_are_refused() -> None:
-    device = SmallDevice(dict(ROOM))
+    device = SmallDevice(ROOM)
     with pytest.raises(ValueError, match=f"device_blocks, host_blocks: expected up to {BLOCKS_MAX} together, got "):
         MemoryPools(device, LAYOUTS[:2], [2**30, 2**30], [0, 0])
     assert not device.allocated
-
-
-def test_groups_without_a_host_tier_have_empty_arrays() -> None:
-    pools = MemoryPools(CpuDevice(), LAYOUTS, DEVICE_BLOCKS, [0] * len(LAYOUTS))
-    assert pools.host_blocks == 0 and all(pool.size == 0 for parts in pools.host_pools for pool in parts)
-    pools.close()

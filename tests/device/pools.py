@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
@@ -106,17 +106,17 @@ def sims(layout: BlockLayout, **defaults: Any) -> Iterator[Callable[..., tuple[S
             device.close()
 
 
-def each_layout(shapes: Sequence[tuple[int, int, int, int]]) -> pytest.MarkDecorator:
-    """Give a test ``shape``, ``dtype``, ``order``, ``tokens`` and ``planes``: each shape and order with one type, and
-    with the others in exhaustive tests."""
-    orders = list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
-    types = ["uint8", "bfloat16", "float32", "int64"]
-    cases = [
-        (shape, types[(s + o + turn) % len(types)], *order)
-        for turn in range(len(types))
-        for s, shape in enumerate(shapes)
-        for o, order in enumerate(orders)
-    ]
-    return pytest.mark.parametrize(
-        ("shape", "dtype", "order", "tokens", "planes"), some_of(len(shapes) * len(orders), cases)
-    )
+# layers, kv_heads, head_dim, tokens_per_block: runs of a few lines, of one line, of odd sizes, and longer than what is
+# fetched ahead with a rest that is not a chunk.
+SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
+TYPES = ["uint8", "bfloat16", "float32", "int64"]
+ORDERS = list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
+# Each shape meets each order with one type, so that each type meets each shape and each order; with the other types in
+# exhaustive tests.
+LAYOUTS = [
+    BlockLayout(*shape, dtype=TYPES[(s + o + turn) % len(TYPES)], order=order, tokens=tokens, planes=planes)
+    for turn in range(len(TYPES))
+    for s, shape in enumerate(SHAPES)
+    for o, (order, tokens, planes) in enumerate(ORDERS)
+]
+each_layout = pytest.mark.parametrize("layout", some_of(len(SHAPES) * len(ORDERS), LAYOUTS), ids=str)

@@ -11,7 +11,6 @@ from kvpool.device.base import Device
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import Part, Region
 from kvpool.device.sim import SimDevice
-from tests.device import reference
 from tests.device.pools import put, seen
 
 # Two parts with other heads; states of one token a block; a region without a host tier; one with the tokens of the
@@ -106,11 +105,3 @@ def random_region_moves(random: np.random.Generator) -> np.ndarray:
         ]
     moves_made = np.array([(*row, ticket) for ticket, row in enumerate(moves)], np.int64).reshape(-1, 4)
     return moves_made[random.permutation(len(moves_made))]
-
-
-def assert_copies_as_the_reference(pools: MemoryPools, moves: np.ndarray) -> None:
-    expected = images(pools)
-    reference.copy_region_blocks(expected, moves)
-    pools.device.copy_blocks(moves)
-    pools.device.synchronize()
-    assert_equal(pools, expected)

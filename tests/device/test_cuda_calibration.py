@@ -56,16 +56,7 @@ def test_what_was_the_fastest_nearby_is_chosen(size: tuple[int, int], best: str)
     for near_bytes in (nbytes // 3, nbytes, nbytes * 3):
         for near_count in (max(1, count // 2), count, count + count // 2):
             assert measured().choose(ONBOARD, near_bytes, near_count) == best
-
-
-def test_what_cannot_be_taken_is_not_chosen() -> None:
-    rows = [
-        Measurement(ONBOARD, 4096, 64, path, speed) for path, speed in ((KERNEL, 30.0), (BATCHED, 20.0), (PLAIN, 10.0))
-    ]
-    calibration = Calibration("gpu", 1, tuple(rows))
-    assert calibration.choose(ONBOARD, 4096, 64) == KERNEL
-    assert calibration.choose(ONBOARD, 4096, 64, (PLAIN, BATCHED)) == BATCHED
-    assert calibration.choose(ONBOARD, 4096, 64, (PLAIN,)) == PLAIN
+            assert measured().choose(ONBOARD, near_bytes, near_count, (PLAIN,)) == PLAIN, "no other can be taken"
 
 
 def test_the_multiprocessors_that_a_kernel_takes_are_part_of_its_price() -> None:
@@ -82,30 +73,29 @@ def test_the_multiprocessors_that_a_kernel_takes_are_part_of_its_price() -> None
     assert faster_by(2.1, 1.0) == KERNEL
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("paths", [PATHS, (PLAIN, BATCHED), (PLAIN, KERNEL), (PLAIN,)])
-def test_without_measurements_a_rule_chooses_what_can_be_taken(direction: str, paths: tuple[str, ...]) -> None:
-    for nbytes in (1, 4096, 65536, 1 << 24):
-        for count in (1, 4, 16, 4096):
-            assert Calibration("gpu", 1).choose(direction, nbytes, count, paths) in paths
-
-
 def test_the_rule_makes_few_copies_plainly_and_keeps_kernels_from_writing_to_the_host() -> None:
-    rule = Calibration("gpu", 1)
-    assert {rule.choose(direction, 1 << 20, 1) for direction in DIRECTIONS} == {PLAIN}
-    before, large = (PLAIN, BATCHED, KERNEL), 1 << 20
-    assert rule.choose(OFFLOAD, 4096, 1000, before) == rule.choose(ONBOARD, large, 1000) == BATCHED
-    assert rule.choose(ONBOARD, 4096, 1000, before) == rule.choose(WITHIN, large, 1000) == KERNEL
-    # Copy units slow down nobody.
-    assert (rule.choose(OFFLOAD, 4096, 1000), rule.choose(ONBOARD, 4096, 1000)) == (BULK, KERNEL)
-    # Without batches, a thousand calls cost more than a kernel.
-    assert rule.choose(OFFLOAD, 4096, 1000, (PLAIN, KERNEL)) == KERNEL
+    rule, large = Calibration("gpu", 1), 1 << 20
+    before = (PLAIN, BATCHED, KERNEL)
+    for direction, nbytes, count, paths, path in (
+        *((direction, large, 1, PATHS, PLAIN) for direction in DIRECTIONS),
+        (OFFLOAD, 4096, 1000, before, BATCHED),
+        (ONBOARD, large, 1000, PATHS, BATCHED),
+        (ONBOARD, 4096, 1000, before, KERNEL),
+        (WITHIN, large, 1000, PATHS, KERNEL),
+        # Copy units slow down nobody.
+        (OFFLOAD, 4096, 1000, PATHS, BULK),
+        (ONBOARD, 4096, 1000, PATHS, KERNEL),
+        # Without batches, a thousand calls cost more than a kernel.
+        (OFFLOAD, 4096, 1000, (PLAIN, KERNEL), KERNEL),
+        (OFFLOAD, 4096, 1000, (PLAIN,), PLAIN),
+    ):
+        assert rule.choose(direction, nbytes, count, paths) == path, (direction, nbytes, count, paths)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_always_means_wherever_it_can_be_taken(path: str) -> None:
-    assert {always(path).choose(direction, nbytes, 9) for direction in DIRECTIONS for nbytes in (1, 1 << 30)} == {path}
-    assert always(path).choose(OFFLOAD, 1, 1, (PLAIN,)) == PLAIN
+def test_always_means_wherever_it_can_be_taken() -> None:
+    for path in PATHS:
+        assert {always(path).choose(direction, 1 << 30, 9) for direction in DIRECTIONS} == {path}
+        assert always(path).choose(OFFLOAD, 1, 1, (PLAIN,)) == PLAIN
     with pytest.raises(ValueError, match="path: .*'warp'"):
         always("warp")
 
@@ -113,15 +103,12 @@ def test_always_means_wherever_it_can_be_taken(path: str) -> None:
 def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = place("NVIDIA H200 (a/b)", 13010, {"XDG_CACHE_HOME": str(tmp_path)})
     assert path == tmp_path / "kvpool" / "calibration-NVIDIA-H200-a-b-13010.json"
+    assert place("a", 1, {"HOME": "/somewhere"}) == Path("/somewhere/.cache/kvpool/calibration-a-1.json")
+    assert place("a", 1, {}) == Path.home() / ".cache/kvpool/calibration-a-1.json"
     assert load(path) is None
     store(path, measured())
     assert load(path) == measured()
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-def test_the_place_is_below_the_home_where_nothing_else_is_said() -> None:
-    assert place("a", 1, {"HOME": "/somewhere"}) == Path("/somewhere/.cache/kvpool/calibration-a-1.json")
-    assert place("a", 1, {}) == Path.home() / ".cache/kvpool/calibration-a-1.json"
 
 
 @pytest.mark.parametrize(
@@ -130,24 +117,26 @@ def test_the_place_is_below_the_home_where_nothing_else_is_said() -> None:
         {"version": 3},
         {"driver": "new"},
         {"measurements": 5},
-        {"measurements": [[]]},
-        {"measurements": [["sideways", 1, 1, PLAIN, 1.0, 1.0, 0.0]]},
-        {"measurements": [[OFFLOAD, 1, 1, "warp", 1.0, 1.0, 0.0]]},
-        {"measurements": [[OFFLOAD, 0, 1, PLAIN, 1.0, 1.0, 0.0]]},
-        {"measurements": [[OFFLOAD, 1, 1, PLAIN, -1.0, 1.0, 0.0]]},
-        {"measurements": [[OFFLOAD, 1, 1, PLAIN, 1.0, -1.0, 0.0]]},
-        {"measurements": [[OFFLOAD, 1, 1, PLAIN, 1.0, 1.0, 1.5]]},
-        {"measurements": [[OFFLOAD, 1, 1, PLAIN, 1.0]]},
+        *(
+            {"measurements": [row]}
+            for row in (
+                [],
+                [OFFLOAD, 1, 1, PLAIN, 1.0],
+                ["sideways", 1, 1, PLAIN, 1.0, 1.0, 0.0],
+                [OFFLOAD, 1, 1, "warp", 1.0, 1.0, 0.0],
+                [OFFLOAD, 0, 1, PLAIN, 1.0, 1.0, 0.0],
+                [OFFLOAD, 1, 1, PLAIN, -1.0, 1.0, 0.0],
+                [OFFLOAD, 1, 1, PLAIN, 1.0, 1.0, 1.5],
+            )
+        ),
     ],
 )
 def test_what_is_not_a_calibration_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "file"
-    path.write_text(json.dumps(json.loads(measured().text()) | change))
-    with pytest.raises(ValueError, match="no calibration"):
-        load(path)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="no calibration"):
-        load(path)
+    for text in (json.dumps(json.loads(measured().text()) | change), "[]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="no calibration"):
+            load(path)
 
 
 def test_what_was_measured_under_other_conditions_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,30 +220,25 @@ class Wrong(WrappedDevice):
         self.inner.enqueue(work, stream)
 
 
-def without_tails(rows: np.ndarray, what: str) -> np.ndarray:
-    return np.stack([*rows[:, :2].T, rows[:, 2] // 16 * 16], axis=1) if what == "fragments" else rows
+# Each changes the rows (source, target, bytes) of fragments, or the moves (source, target, tokens, ticket) of blocks.
+FAULTS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "without tails": ("fragments", lambda rows: np.stack([*rows[:, :2].T, rows[:, 2] // 16 * 16], axis=1)),
+    "without crooked ends": ("fragments", lambda rows: rows[(rows[:, :2] % 16 == 0).all(axis=1)]),
+    "too long": ("fragments", lambda rows: rows + np.array([0, 0, 1])),
+    "whole": ("blocks", lambda rows: np.where([False, False, True, False], rows[:, 2].max(), rows)),
+}
 
 
-def without_crooked_ends(rows: np.ndarray, what: str) -> np.ndarray:
-    return rows[(rows[:, :2] % 16 == 0).all(axis=1)] if what == "fragments" else rows
-
-
-def whole(rows: np.ndarray, what: str) -> np.ndarray:
-    return np.where([False, False, True, False], rows[:, 2].max(), rows) if what == "blocks" else rows
-
-
-def too_long(rows: np.ndarray, what: str) -> np.ndarray:
-    return rows + np.array([0, 0, 1]) if what == "fragments" else rows
-
-
-def failing(rows: np.ndarray, what: str) -> np.ndarray:
-    raise DeviceError("no such thing")
-
-
-@pytest.mark.parametrize("fault", [without_tails, without_crooked_ends, whole, too_long, failing])
+@pytest.mark.parametrize("fault", [*FAULTS, "failing"])
 @pytest.mark.parametrize("direction", some_of(1, DIRECTIONS))
-def test_a_path_that_copies_other_bytes_is_left_out_with_a_warning(direction: str, fault: Any) -> None:
-    device = Wrong(KERNEL, direction, fault)
+def test_a_path_that_copies_other_bytes_is_left_out_with_a_warning(direction: str, fault: str) -> None:
+    def wrong(rows: np.ndarray, what: str) -> np.ndarray:
+        if fault not in FAULTS:
+            raise DeviceError("no such thing")
+        faulty, change = FAULTS[fault]
+        return change(rows) if what == faulty else rows
+
+    device = Wrong(KERNEL, direction, wrong)
     with pytest.warns(UserWarning, match="no copy is made by the path 'kernel': (no such thing|.*other bytes)"):
         measurements = measure(device, [PLAIN, KERNEL, BATCHED], sizes=[64], counts=[2])
     assert {m.path for m in measurements} == {PLAIN, BATCHED}
@@ -271,10 +255,11 @@ def test_a_device_that_failed_for_good_is_measured_no_more() -> None:
 
 def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that holds up the scheduler's thread is worse than one that takes a little longer by itself. The clock is
-    the test's: enqueueing and copying take that many seconds."""
+    the test's: enqueueing and copying take that many seconds. Comparing a path's bytes takes plain copies, which must
+    not be what is measured afterwards."""
     clock = [0.0]
     monkeypatch.setattr(trials, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(trials, "difference", lambda *arguments: None)
+    monkeypatch.setattr(trials, "difference", lambda device, path: setattr(device, "calibration", always(PLAIN)))
     seconds = {BATCHED: (4.0, 4.0), KERNEL: (1.0, 8.0)}
 
     class Slow(WrappedDevice):
@@ -291,20 +276,4 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
 
     measurements = measure(Slow(CpuDevice()), seconds, sizes=[4096], counts=[16])
     assert Calibration("gpu", 1, tuple(measurements)).choose(ONBOARD, 4096, 16) == KERNEL
-    assert {round(m.cost) for m in measurements if m.path == BATCHED} == {12}
-
-
-def test_a_path_is_measured_by_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing its bytes takes plain copies, which must not be what is measured afterwards."""
-    used, timed = [], trials._seconds
-    monkeypatch.setattr(
-        trials, "_seconds", lambda *arguments: (used.append(chosen_by(arguments[0])), timed(*arguments))[1]
-    )
-
-    def chosen_by(device: Any) -> str:
-        return str(device.calibration.choose(ONBOARD, 64, 2))
-
-    device = Wrong(BULK, ONBOARD, lambda rows, what: rows)
-    measure(device, [PLAIN, BATCHED, KERNEL, BULK], sizes=[64], counts=[2])
-    assert used == [path for path in (PLAIN, BATCHED, KERNEL, BULK) for _ in DIRECTIONS]
-    device.close()
+    assert {(m.path, round(m.cost)) for m in measurements} == {(BATCHED, 12), (KERNEL, 10)}

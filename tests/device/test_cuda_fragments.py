@@ -32,8 +32,7 @@ def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
 
 
 def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:
-    cutter = cutter_of(pools, chunk)
-    return cutter.cut(moves)
+    return cutter_of(pools, chunk).cut(moves)
 
 
 @pytest.mark.parametrize("chunk", [64, 4096, 1 << 30])
@@ -78,48 +77,35 @@ def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> No
     assert fragments[0, FROM] == pools.flat("device").ctypes.data and fragments[0, TO] == pools.flat("host").ctypes.data
 
 
-def test_neighbours_are_one_fragment_per_layer_and_plane_inside_a_layer_first_tier() -> None:
-    pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4))
-    assert (
-        cut(pools, as_moves((0, 3, 4), (1, 4, 4), (2, 5, 4)))[:, BYTES].tolist() == [3 * pools.layout.segment_bytes] * 6
-    )
-
-
-def test_a_block_is_a_fragment_per_layer_and_plane_between_a_layer_first_tier_and_the_host() -> None:
-    pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4))
-    moves = as_moves((0, DEVICE_BLOCKS, 4), (1, DEVICE_BLOCKS + 1, 4))
-    assert cut(pools, moves)[:, BYTES].tolist() == [pools.layout.segment_bytes] * 12
-
-
-def test_a_part_of_a_block_is_not_a_neighbour_and_a_move_inside_the_host_is_one_fragment() -> None:
-    pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4, order="block_first"))
-    token = pools.layout.segment_bytes // 4
-    fragments = cut(pools, as_moves((0, 3, 4), (1, 4, 2), (2, 5, 4)))
-    whole = pools.layout.block_bytes
+FIRST_LAYERS, FIRST_BLOCKS = (BlockLayout(3, 1, 16, 4, order=order) for order in ("layer_first", "block_first"))
+SEGMENT, WHOLE = FIRST_LAYERS.segment_bytes, FIRST_BLOCKS.block_bytes
+HOST = DEVICE_BLOCKS
+CUTS = {
+    "neighbours in a layer-first tier": (FIRST_LAYERS, [(0, 3, 4), (1, 4, 4), (2, 5, 4)], [3 * SEGMENT] * 6),
+    "a layer-first tier and the host": (FIRST_LAYERS, [(0, HOST, 4), (1, HOST + 1, 4)], [SEGMENT] * 12),
     # The first part follows the block before it.
-    assert fragments[:, BYTES].tolist() == [whole + 2 * token, *[2 * token] * 5, whole]
-    assert cut(pools, as_moves((DEVICE_BLOCKS, BLOCKS - 1, 4)))[:, BYTES].tolist() == [whole]
+    "a part is not a neighbour": (
+        FIRST_BLOCKS,
+        [(0, 3, 4), (1, 4, 2), (2, 5, 4)],
+        [WHOLE + SEGMENT // 2, *[SEGMENT // 2] * 5, WHOLE],
+    ),
+    "inside the host": (FIRST_BLOCKS, [(HOST, BLOCKS - 1, 4)], [WHOLE]),
+    "the last of a tier and the first of the other": (FIRST_BLOCKS, [(HOST - 1, 0, 4), (HOST, 1, 4)], [WHOLE, WHOLE]),
+    "no moves": (FIRST_BLOCKS, [], []),
+}
 
 
-def test_the_last_device_block_and_the_first_host_block_are_not_neighbours() -> None:
-    pools = make_pools(CpuDevice(), BlockLayout(1, 1, 16, 4, order="block_first"))
-    fragments = cut(pools, as_moves((DEVICE_BLOCKS - 1, 0, 4), (DEVICE_BLOCKS, 1, 4)))
-    assert len(fragments) == 2 and fragments[1, FROM] == pools.flat("host").ctypes.data
-
-
-def test_an_empty_list_of_moves_makes_no_fragments() -> None:
-    assert cut(make_pools(CpuDevice(), LAYOUTS[0]), as_moves()).shape == (0, 3)
+@pytest.mark.parametrize("case", CUTS)
+def test_what_lies_together_in_both_tiers_is_one_fragment(case: str) -> None:
+    layout, moves, sizes = CUTS[case]
+    assert cut(make_pools(CpuDevice(), layout), as_moves(*moves))[:, BYTES].tolist() == sizes
 
 
 def test_given_fragments_cross_no_chunk_of_any_host_memory_and_follow_each_other_in_none_beside() -> None:
     hosts = np.array([[0, 256, 64], [1024, 1536, 96]])
-    fragments = np.array([[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 8], [1128, 20_104, 8]])
-    assert split(fragments, hosts).tolist() == [
-        [32, 10_032, 32],
-        [64, 10_064, 64],
-        [1024, 20_000, 96],
-        [1120, 20_096, 16],
-    ]
+    neighbours = [[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96]]
+    fragments = np.array([*neighbours, [1120, 20_096, 8], [1128, 20_104, 8]])
+    assert split(fragments, hosts).tolist() == [*neighbours, [1120, 20_096, 16]]
     assert split(np.array([[0, 1024, 128]]), hosts).tolist() == [[0, 1024, 64], [64, 1088, 32], [96, 1120, 32]]
 
 

@@ -36,24 +36,19 @@ def test_the_extras_bring_the_libraries_that_cupy_loads_late() -> None:
 
 
 def test_a_missing_package_or_driver_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVPOOL_DEVICE", raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceError, match=r"needs CuPy.*\.\[cuda12\].*\.\[cuda13\]"):
-        get_device("cuda")
-
     def count() -> int:
         raise RuntimeError("cudaErrorInsufficientDriver")
 
-    monkeypatch.setitem(sys.modules, "cupy", cupy_of(count))
-    with pytest.raises(DeviceError, match="driver: cudaErrorInsufficientDriver"):
-        get_device("cuda")
-    monkeypatch.setitem(sys.modules, "cupy", cupy_of(lambda: 0))
-    with pytest.raises(DeviceError, match="NVIDIA GPU"):
-        get_device("cuda")
+    monkeypatch.delenv("KVPOOL_DEVICE", raising=False)
+    for cupy, message in (
+        (None, r"needs CuPy.*\.\[cuda12\].*\.\[cuda13\]"),
+        (cupy_of(count), "driver: cudaErrorInsufficientDriver"),
+        (cupy_of(lambda: 0), "NVIDIA GPU"),
+    ):
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        with pytest.raises(DeviceError, match=message):
+            get_device("cuda")
     assert get_device("auto").name == "cpu"
-
-
-def test_an_environment_that_names_no_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_DEVICE", "tpu")
     with pytest.raises(ValueError, match="KVPOOL_DEVICE: .*'tpu'"):
         get_device("auto")
@@ -78,13 +73,6 @@ def test_the_errors_that_do_not_go_away_are_those_that_the_runtime_documents() -
     known = {error.value for error in runtime.cudaError_t}
     assert documented <= STICKY and known >= STICKY
     assert not STICKY & {0, 1, OUT_OF_MEMORY, NOT_READY, INVALID_HANDLE, 801, *CAPTURING}
-
-
-def test_a_device_with_nothing_to_choose_has_no_calibration() -> None:
-    with KVCacheManager(BlockLayout(2, 2, 16, 4), device_blocks=2, device="cpu") as cache:
-        assert cache.memory.calibrate() is None
-    with pytest.raises(PoolClosed):
-        cache.memory.calibrate()
 
 
 def test_commands_without_a_gpu_say_what_is_missing(
@@ -130,3 +118,10 @@ def test_a_context_that_cannot_be_entered_is_not_left() -> None:
     library = SimpleNamespace(**{name: function(name, failing.get(name, 0)) for name in names})
     assert Driver(lambda name: library).gpu_of(4096, 2) is None
     assert asked.count("cuCtxPushCurrent_v2") == 2 and "cuCtxPopCurrent_v2" not in asked
+
+
+def test_a_device_with_nothing_to_choose_has_no_calibration() -> None:
+    with KVCacheManager(BlockLayout(2, 2, 16, 4), device_blocks=2, device="cpu") as cache:
+        assert cache.memory.calibrate() is None
+    with pytest.raises(PoolClosed):
+        cache.memory.calibrate()

@@ -4,10 +4,8 @@ half-way."""
 from __future__ import annotations
 
 import gc
-import io
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,8 +16,7 @@ import numpy as np
 import pytest
 
 from kvpool.device.cuda import cuda_memory, registrations
-from kvpool.device.cuda.cuda_memory import AdoptedMemory, descending_powers, processors_near
-from kvpool.device.cuda.registrations import chunk_rows
+from kvpool.device.cuda.cuda_memory import AdoptedMemory, processors_near
 from kvpool.device.cuda.runtime import ALREADY_REGISTERED
 from kvpool.device.fragments import split
 
@@ -99,7 +96,7 @@ class FakeRegistrar:
 
 @pytest.mark.parametrize(
     ("nbytes", "chunks"),
-    [(0, []), (1, [1]), (PAGE, [1]), (2 * PAGE, [2]), (5 * PAGE, [2, 2, 1]), (5 * PAGE + 1, [2, 2, 2])],
+    [(0, []), (1, [1]), (2 * PAGE, [2]), (5 * PAGE, [2, 2, 1]), (5 * PAGE + 1, [2, 2, 2])],
 )
 def test_all_of_it_is_registered_in_chunks_from_its_start_to_its_end(nbytes: int, chunks: list[int]) -> None:
     registrar = FakeRegistrar()
@@ -109,17 +106,16 @@ def test_all_of_it_is_registered_in_chunks_from_its_start_to_its_end(nbytes: int
     assert registrar.calls == [(start + 2 * PAGE * i, pages * PAGE, 0) for i, pages in enumerate(chunks)]
     memory.array[:] = 7
     memory.free()
+    memory.free()
     assert not registrar.pinned
     assert (memory.array == 7).all()
 
 
-@pytest.mark.parametrize("pages", [1, 2, 3, 22, 31, 64])
-@pytest.mark.parametrize("short", [0, 1, PAGE - 1])
+@pytest.mark.parametrize(("pages", "short"), [(1, PAGE - 1), (3, 0), (22, 1), (31, PAGE - 1), (64, 0)])
 def test_the_pool_has_the_range_in_descending_powers_of_two_without_gaps(pages: int, short: int) -> None:
     memory = PinnedMemory(pages * PAGE - short, FakeRegistrar(), chunk_bytes=4 * PAGE)
     sizes = [block.mem.size for block in memory.blocks]
-    assert sizes == list(descending_powers(pages * PAGE)) == sorted(sizes, reverse=True) and sum(sizes) == pages * PAGE
-    assert all(size.bit_count() == 1 for size in sizes)
+    assert sizes == sorted({1 << bit for bit in range(32) if pages * PAGE >> bit & 1}, reverse=True)
     ends = np.cumsum([0, *sizes]) + memory.array.ctypes.data
     assert [block.ptr for block in memory.blocks] == ends[:-1].tolist()
     memory.free()
@@ -171,14 +167,6 @@ def test_a_refusal_gives_everything_back_and_says_how_far_it_came(refused: int) 
     assert len(registrar.calls) == refused and not registrar.pinned
 
 
-def test_freeing_twice_unregisters_once() -> None:
-    registrar = FakeRegistrar()
-    memory = PinnedMemory(3 * PAGE, registrar, chunk_bytes=PAGE)
-    memory.free()
-    memory.free()
-    assert not registrar.pinned
-
-
 def test_memory_that_nobody_gave_back_is_unregistered_before_it_is_unmapped() -> None:
     unmapped: list[bool] = []
     registrar = FakeRegistrar()
@@ -211,26 +199,26 @@ def test_memory_that_the_driver_does_not_let_go_stays_mapped(given_back: bool) -
 
 
 def test_pages_are_touched_by_processors_near_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
-    (tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("1\n")
-    nodes = tmp_path / "devices/system/node"
+    gpu, nodes = tmp_path / "bus/pci/devices/0000:3b:00.0", tmp_path / "devices/system/node"
+    gpu.mkdir(parents=True)
+    (gpu / "numa_node").write_text("1\n")
+    assert processors_near("0000:3B:00.0", tmp_path) is None
     for node, processors in (("node0", "0-1,4"), ("node1", "2-3,5\n")):
-        assert processors_near("0000:3B:00.0", tmp_path) is None
         (nodes / node).mkdir(parents=True)
         (nodes / node / "cpulist").write_text(processors)
-    near = processors_near("0000:3B:00.0", tmp_path)
-    assert near == {2, 3, 5} and processors_near("0000:17:00.0", tmp_path) is None
-    (tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("-1\n")
+    assert processors_near("0000:3B:00.0", tmp_path) == {2, 3, 5}
+    assert processors_near("0000:17:00.0", tmp_path) is None
+    (gpu / "numa_node").write_text("-1\n")
     assert processors_near("0000:3B:00.0", tmp_path) is None
-    mine, asked = os.sched_getaffinity(0), list[tuple[int, set[int]]]()
+    asked = list[tuple[int, set[int]]]()
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda thread, processors: asked.append((threading.get_ident(), set(processors)))
     )
-    processor = min(mine)
-    PinnedMemory(PAGE, FakeRegistrar(), processors={processor, 10**6}).free()
-    assert [processors for _, processors in asked] == [{processor}] and asked[0][0] != threading.get_ident()
-    PinnedMemory(PAGE, FakeRegistrar(), processors={10**6}).free()
-    assert len(asked) == 1
+    processor = min(os.sched_getaffinity(0))
+    for processors in ({processor, 10**6}, {10**6}):
+        PinnedMemory(PAGE, FakeRegistrar(), processors=processors).free()
+    ((thread, chosen),) = asked
+    assert chosen == {processor} and thread != threading.get_ident()
 
 
 def test_one_chunk_that_cannot_be_unregistered_does_not_keep_the_others() -> None:
@@ -245,32 +233,14 @@ def test_one_chunk_that_cannot_be_unregistered_does_not_keep_the_others() -> Non
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     registrar = FakeRegistrar()
-    monkeypatch.setattr(cuda_memory, "available_ram", lambda: 10 * PAGE)
-    with pytest.raises(MemoryError, match=f"{11 * PAGE} bytes .* {10 * PAGE} can be taken"):
-        PinnedMemory(11 * PAGE, registrar)
+    for available, nbytes, message in (
+        (10 * PAGE, 11 * PAGE, f"{11 * PAGE} bytes .* {10 * PAGE} can be taken"),
+        (None, 1 << 62, "no range"),
+    ):
+        monkeypatch.setattr(cuda_memory, "available_ram", lambda available=available: available)
+        with pytest.raises(MemoryError, match=message):
+            PinnedMemory(nbytes, registrar)
     assert not registrar.calls
-
-
-def test_a_range_that_no_system_has_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_memory, "available_ram", lambda: None)
-    with pytest.raises(MemoryError, match="no range"):
-        PinnedMemory(1 << 62, FakeRegistrar())
-
-
-def test_the_bar_is_shown_on_a_terminal_only_and_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    registrar = FakeRegistrar()
-    PinnedMemory(2 * PAGE, registrar, chunk_bytes=PAGE).free()
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    PinnedMemory(2 * PAGE, registrar, chunk_bytes=PAGE).free()
-    assert len(registrar.calls) == 4 and not registrar.pinned
-
-
-def test_memory_is_pinned_where_standard_error_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr(sys, "stderr", closed)
-    PinnedMemory(PAGE, FakeRegistrar()).free()
 
 
 # Memory of another owner
@@ -291,17 +261,15 @@ def adopt(array: np.ndarray, registrar: FakeRegistrar, chunk: int = 2) -> Adopte
 def test_memory_that_is_not_pinned_is_registered_in_whole_pages_and_unregistered(shift: int) -> None:
     array, registrar = owned(5, shift), FakeRegistrar()
     array[:] = 9
-    memory = adopt(array, registrar)
-    begin = array.ctypes.data - shift
-    assert [(a - begin, n // PAGE) for a, n, _ in registrar.calls] == [
-        (0, 2),
-        (2 * PAGE, 2),
-        (4 * PAGE, 1 + bool(shift)),
-    ]
+    memory, again = adopt(array, registrar), adopt(array, registrar)
+    begin, pages = array.ctypes.data - shift, [(0, 2), (2, 2), (4, 1 + bool(shift))]
+    assert registrar.calls == [(begin + first * PAGE, count * PAGE, 0) for first, count in pages]
     assert memory.rows[0, 0] == array.ctypes.data and memory.rows[-1, 1] == array.ctypes.data + array.nbytes
-    assert (array == 9).all()
+    assert (again.rows == memory.rows).all() and (array == 9).all()
     memory.free()
     memory.free()
+    assert len(registrar.pinned) == 3, "of who adopted it again"
+    again.free()
     assert not registrar.pinned
 
 
@@ -312,8 +280,6 @@ def test_memory_that_its_owner_has_pinned_is_used_as_it_is_and_cut_where_its_reg
         registrar.hostRegister(start + first * PAGE, pages * PAGE, 0)
     before = dict(registrar.pinned)
     memory = adopt(array[64:], registrar)
-    spans = [(64, PAGE, PAGE - 64), (PAGE, 8 * PAGE, 3 * PAGE)]
-    assert (memory.rows - [start, start, 0]).tolist() == [list(span) for span in spans]
     pieces = split(np.array([[start + 64, 1 << 40, 8 * PAGE - 64]]), memory.rows)
     assert (pieces[:, 0] - start).tolist() == [64, PAGE, 4 * PAGE, 7 * PAGE]
     memory.free()
@@ -324,25 +290,14 @@ def test_memory_that_its_owner_has_pinned_is_used_as_it_is_and_cut_where_its_reg
 def test_two_arrays_on_one_page_are_both_pinned_until_the_last_is_freed(upwards: bool) -> None:
     array, registrar = owned(8), FakeRegistrar()
     halves = [array[: 3 * PAGE + 64], array[3 * PAGE + 64 :]]
-    memories = [adopt(half, registrar) for half in (halves if upwards else halves[::-1])]
+    first, second = (adopt(half, registrar) for half in (halves if upwards else halves[::-1]))
     assert sum(registrar.pinned.values()) == array.nbytes
-    begin = memories[1].array.ctypes.data
-    for memory in memories:
-        assert memory.rows[0, 0] == memory.array.ctypes.data
-        assert memory.rows[-1, 1] == memory.array.ctypes.data + memory.array.nbytes
-    memories[0].free()
-    shared = begin if upwards else begin + memories[1].array.nbytes - 1
-    assert registrar.pinned_span(shared) is not None
-    memories[1].free()
-    assert not registrar.pinned
-
-
-def test_the_same_memory_may_be_adopted_twice() -> None:
-    array, registrar = owned(5), FakeRegistrar()
-    first, second = adopt(array, registrar), adopt(array, registrar)
-    assert len(registrar.calls) == 3 and (first.rows == second.rows).all()
+    for memory in (first, second):
+        start = memory.array.ctypes.data
+        assert (memory.rows[0, 0], memory.rows[-1, 1]) == (start, start + memory.array.nbytes)
     first.free()
-    assert len(registrar.pinned) == 3
+    shared = array.ctypes.data + 3 * PAGE + (64 if upwards else 63)
+    assert registrar.pinned_span(shared) is not None
     second.free()
     assert not registrar.pinned
 
@@ -392,8 +347,3 @@ def test_the_owner_lives_until_all_that_may_use_its_memory_is_done(pinned: bool)
     del memory
     gc.collect()
     assert waited == [True] and alive() is None and len(registrar.pinned) == pinned
-
-
-def test_registrations_of_one_length_are_one_row() -> None:
-    spans = [(0, 4), (4, 8), (8, 9), (9, 10), (20, 24)]
-    assert chunk_rows(spans).tolist() == [[0, 9, 4], [9, 10, 1], [20, 24, 4]]

@@ -3,7 +3,6 @@ others."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, Device, WrappedDevice
+from kvpool.device.base import Device, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice
 from kvpool.device.sim.order import Access, AccessOrder, new_clock
 from tests.device.pools import as_moves, make_pools
+from tests.waiting import at_once
 
 LAYOUT = BlockLayout(2, 1, 16, 4, dtype="uint8")
 T = LAYOUT.tokens_per_block
@@ -39,6 +39,12 @@ def copy(device: Device, source: int, target: int, stream: Any = None, tokens: i
 
 def nothing() -> None:
     pass
+
+
+def touch(device: SimDevice, **rows: Any) -> None:
+    """The host reads or writes, and is done."""
+    with device.host_access(**rows):
+        pass
 
 
 def races(device: SimDevice) -> list[tuple[str, str, tuple[tuple[int, int, int], ...]]]:
@@ -100,20 +106,16 @@ def test_a_race_is_found_although_other_accesses_came_between(sim: SimDevice) ->
     assert sim.races[0].first.where == "stream 0x1" and sim.races[0].does == ("a read", "a write")
 
 
-def test_order_passes_on_from_event_to_event(sim: SimDevice) -> None:
+def test_order_passes_on_from_event_to_event_and_not_to_what_was_enqueued_after(sim: SimDevice) -> None:
+    early = sim.record(sim.as_stream(1))
     copy(sim, 0, 8, stream=1)
     sim.wait(sim.as_stream(2), sim.record(sim.as_stream(1)))
     sim.wait(sim.as_stream(3), sim.record(sim.as_stream(2)))
     copy(sim, 8, 1, stream=3)
     assert not races(sim)
-
-
-def test_an_event_orders_nothing_that_was_enqueued_after_it(sim: SimDevice) -> None:
-    event = sim.record(sim.as_stream(1))
-    copy(sim, 0, 8, stream=1)
-    sim.wait(sim.as_stream(2), event)
-    copy(sim, 8, 1, stream=2)
-    assert races(sim) == [("copy_blocks", "copy_blocks", ((8, 0, T),))]
+    sim.wait(sim.as_stream(4), early)
+    sim.launch(4, nothing, reads=[(8, 0, T)])
+    assert races(sim) == [("copy_blocks", "launch", ((8, 0, T),))]
 
 
 def test_what_the_host_waited_for_comes_before_all_that_is_enqueued_after(sim: SimDevice) -> None:
@@ -174,51 +176,49 @@ def test_many_races_are_all_kept_and_some_are_shown(sim: SimDevice) -> None:
     assert len(caught.value.races) == 8
 
 
-def test_races_are_reported_by_synchronize_and_close_once_each() -> None:
-    for verb in ("synchronize", "close"):
-        device = SimDevice()
-        make_pools(device, LAYOUT)
-        copy(device, 0, 8, stream=1)
-        copy(device, 0, 8, stream=2)
-        device.query(device.record(NULL_STREAM))
-        device.synchronize(device.record(device.as_stream(1)))
-        device.synchronize(device.record(device.as_stream(2)))
-        with pytest.raises(RaceError):
-            getattr(device, verb)()
-        device.close()
+@pytest.mark.parametrize("verb", ["synchronize", "close"])
+def test_races_are_reported_by_synchronize_and_close_once_each(verb: str) -> None:
+    device = SimDevice()
+    make_pools(device, LAYOUT)
+    for stream in (1, 2):
+        copy(device, 0, 8, stream)
+    for stream in (1, 2):
+        device.synchronize(device.record(device.as_stream(stream)))
+    with pytest.raises(RaceError):
+        getattr(device, verb)()
+    device.close()
 
 
 # The host
 
 
+@pytest.mark.parametrize("thread", ["this thread", "another thread"])
 @pytest.mark.parametrize("wait", ["nothing", "synchronize", "event", "query", "other event"])
-def test_the_host_may_touch_what_it_has_waited_for(sim: SimDevice, wait: str) -> None:
+def test_the_host_may_touch_what_it_has_waited_for(sim: SimDevice, wait: str, thread: str) -> None:
+    """The wait of another thread for one event does not count, since this one may not know of it."""
     earlier = sim.record(sim.as_stream(1))
     copy(sim, 0, 8, stream=1)
     event = sim.record(sim.as_stream(1))
-    if wait == "synchronize":
-        sim.synchronize()
-    elif wait == "event":
-        sim.synchronize(event)
-    elif wait == "query":
-        while not sim.query(event):
-            pass
-    elif wait == "other event":
-        sim.synchronize(earlier)
-    with sim.host_access(reads=[(0, 0, T), (1, 0, T)], writes=[(9, 0, T)]):
-        pass
+    waits: dict[str, Callable[[], object]] = {
+        "nothing": nothing,
+        "synchronize": sim.synchronize,
+        "event": lambda: sim.synchronize(event),
+        "query": lambda: [None for _ in iter(lambda: sim.query(event), True)],
+        "other event": lambda: sim.synchronize(earlier),
+    }
+    if thread == "this thread":
+        waits[wait]()
+    else:
+        at_once(lambda call: call(), [waits[wait]])
+    touch(sim, reads=[(0, 0, T), (1, 0, T)], writes=[(9, 0, T)])
     assert not races(sim)
-    with sim.host_access(reads=[(8, 3, T)]):
-        pass
-    expected = [("copy_blocks", "host_access", ((8, 3, T),))]
-    assert races(sim) == (expected if wait in ("nothing", "other event") else [])
-
-
-def test_the_host_writes_what_is_still_read_only_after_waiting(sim: SimDevice) -> None:
-    copy(sim, 8, 0, stream=1)
-    with sim.host_access(writes=[(8, 0, 1)]):
-        pass
-    assert races(sim) == [("copy_blocks", "host_access", ((8, 0, 1),))]
+    touch(sim, reads=[(8, 3, T)])
+    waited = ("synchronize", "query", *(["event"] if thread == "this thread" else []))
+    assert races(sim) == ([] if wait in waited else [("copy_blocks", "host_access", ((8, 3, T),))])
+    copy(sim, 8, 1, stream=2)
+    assert len(races(sim)) == (wait in ("nothing", "other event"))
+    touch(sim, writes=[(8, 0, 1)])
+    assert ("copy_blocks", "host_access", ((8, 0, 1),)) in races(sim), "which is still read"
 
 
 def test_what_is_enqueued_during_an_access_races_with_it_and_after_it_does_not(sim: SimDevice) -> None:
@@ -233,75 +233,17 @@ def test_what_is_enqueued_during_an_access_races_with_it_and_after_it_does_not(s
     assert races(sim) == [("host_access", "launch", ((9, 1, 2),))]
 
 
-def in_thread(function: Callable[[], None]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
-def test_what_another_thread_has_waited_for_does_not_count_for_an_access_but_for_what_is_enqueued(
-    sim: SimDevice,
-) -> None:
-    copy(sim, 0, 8, stream=1)
-    event, unrelated = sim.record(sim.as_stream(1)), sim.record(sim.as_stream(5))
-    in_thread(lambda: sim.synchronize(event))
-    copy(sim, 8, 1, stream=2)
-    assert not races(sim)
-
-    def access() -> None:
-        with sim.host_access(reads=[(8, 0, T)]):
-            pass
-
-    sim.synchronize(unrelated)
-    access()
-    assert races(sim) == [("copy_blocks", "host_access", ((8, 0, T),))]
-    sim.query(event)
-    access()
-    assert not races(sim)
-
-
-def test_a_true_query_counts_for_every_thread(sim: SimDevice) -> None:
-    stream = sim.create_stream("s")
-    sim.launch(stream, lambda: None, writes=[(8, 0, T)])
-    event = sim.record(stream)
-
-    def ask() -> None:
-        while not sim.query(event):
-            pass
-
-    in_thread(ask)
-    with sim.host_access(reads=[(8, 0, T)]):
-        pass
-    sim.check()
-
-
-def test_what_synchronize_of_everything_waited_for_counts_for_every_thread(sim: SimDevice) -> None:
-    copy(sim, 0, 8, stream=1)
-    sim.synchronize()
-
-    def access() -> None:
-        with sim.host_access(reads=[(8, 0, T)]):
-            pass
-
-    in_thread(access)
-    assert not races(sim)
-
-
 def test_open_accesses_of_two_threads_race_and_those_of_one_do_not(sim: SimDevice) -> None:
-    def access(**rows: Any) -> Callable[[], None]:
-        def run() -> None:
-            with sim.host_access(**rows):
-                pass
-
-        return run
+    def touch_elsewhere(**rows: Any) -> None:
+        at_once(lambda rows: touch(sim, **rows), [rows])
 
     with sim.host_access(writes=[(8, 0, T)]), sim.host_access(reads=[(8, 0, T)]):
         assert not races(sim)
-        in_thread(access(reads=[(8, 1, 2)]))
+        touch_elsewhere(reads=[(8, 1, 2)])
         assert races(sim) == [("host_access", "host_access", ((8, 1, 2),))]
-    in_thread(access(writes=[(8, 0, T)]))
+    touch_elsewhere(writes=[(8, 0, T)])
     with sim.host_access(reads=[(8, 0, T)]):
-        in_thread(access(reads=[(8, 0, T)]))
+        touch_elsewhere(reads=[(8, 0, T)])
     assert not races(sim)
 
 

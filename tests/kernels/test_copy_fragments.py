@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -13,12 +15,9 @@ from kvpool.device.fragments import Cutter
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import BYTES, FROM, TO, TOKENS
 from tests.device import reference
-from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, each_layout, make_pools, random_moves
+from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, each_layout, images, make_pools, random_moves
 from tests.kernels.fragment_tables import Table, launched, table_of, tabulate
 from tests.kernels.shim import ShimLauncher
-
-# layers, kv_heads, head_dim, tokens_per_block: odd sizes, and runs of several pieces with a rest.
-SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
 
 
 def launch_all(table: Table, launcher: ShimLauncher, chosen: int | None = None, bulk: bool = False) -> None:
@@ -45,33 +44,23 @@ def table_of_blocks(pools: MemoryPools, moves: np.ndarray) -> Table:
 
 
 def check(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher, chosen: int | None = None) -> None:
-    expected = pools.device_pool.copy(), pools.host_pool.copy()
+    expected = images(pools)
     reference.copy_blocks(pools.layout, *expected, moves)
     launch_all(table_of_blocks(pools, moves), launcher, chosen)
-    np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected[0].view(np.uint8))
-    np.testing.assert_array_equal(pools.host_pool.view(np.uint8), expected[1].view(np.uint8))
+    for image, wanted in zip(images(pools), expected, strict=True):
+        np.testing.assert_array_equal(image.view(np.uint8), wanted.view(np.uint8))
 
 
-@each_layout(SHAPES)
-def test_shim_copies_blocks_as_the_reference_does(
-    shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
-) -> None:
-    layout = BlockLayout(*shape, dtype=dtype, planes=planes, order=order, tokens=tokens)
+@each_layout
+def test_shim_copies_blocks_as_the_reference_does(layout: BlockLayout) -> None:
     pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
+    check(pools, as_moves(), launcher)
+    assert not launcher.launches
     for seed in range(4):
         moves = random_moves(layout, np.random.default_rng(seed))
         check(pools, moves, launcher, chosen=1 + seed % 2)
         moves[:, TOKENS] = layout.tokens_per_block
         check(pools, moves, launcher)
-    pools.close()
-
-
-def test_shim_copies_no_byte_when_there_are_no_moves() -> None:
-    pools, launcher = make_pools(CpuDevice(), BlockLayout(2, 2, 16, 8)), ShimLauncher()
-    check(pools, as_moves(), launcher)
-    launch_all(tabulate(np.empty((0, 3), np.int64)), launcher)
-    assert not launcher.launches
-    pools.close()
 
 
 def random_fragments(
@@ -94,39 +83,29 @@ def random_fragments(
     return raw, rows
 
 
-@pytest.mark.parametrize("most", [3, 40, 700, 9000])
+@pytest.mark.parametrize(("most", "bulk"), [(3, False), *product([40, 700, 9000], [False, True]), (50_000, True)])
 @pytest.mark.parametrize("seed", range(12))
-def test_shim_copies_fragments_of_any_size_and_alignment_and_nothing_beside_them(seed: int, most: int) -> None:
+def test_shim_copies_fragments_of_any_size_and_alignment_and_nothing_beside_them(
+    seed: int, most: int, bulk: bool
+) -> None:
+    """In bulk, whole words alone; each load comes as late as it may, and each store reads its stage as late as it
+    may."""
     random, launcher = np.random.default_rng([seed, most]), ShimLauncher()
-    raw, rows = random_fragments(random, int(random.integers(1, 60)), most)
-    expected, base = raw.copy(), raw.ctypes.data
-    for source, target, nbytes in rows.tolist():
-        expected[target - base : target - base + nbytes] = raw[source - base : source - base + nbytes]
-    launch_all(tabulate(rows), launcher, chosen=1 + seed % 3)
-    np.testing.assert_array_equal(raw, expected)
-
-
-@pytest.mark.parametrize("most", [40, 700, 9000, 50_000])
-@pytest.mark.parametrize("seed", range(12))
-def test_shim_copies_whole_words_in_bulk_and_nothing_beside_them(seed: int, most: int) -> None:
-    """Each load comes as late as it may, and each store reads its stage as late as it may."""
-    random, launcher = np.random.default_rng([seed, most]), ShimLauncher()
-    raw, rows = random_fragments(random, int(random.integers(1, 60)), most, unit=16)
+    raw, rows = random_fragments(random, int(random.integers(1, 60)), most, unit=16 if bulk else 1)
     expected, base = raw.copy(), raw.ctypes.data
     for source, target, nbytes in rows.tolist():
         expected[target - base : target - base + nbytes] = raw[source - base : source - base + nbytes]
     table = tabulate(rows)
-    assert table.in_words
-    launch_all(table, launcher, chosen=1 + seed % 3, bulk=True)
-    assert {launch.source for launch in launcher.launches} == {"bulk_fragments.cu"}
+    assert table.in_words or not bulk
+    launch_all(table, launcher, chosen=1 + seed % 3, bulk=bulk)
+    assert {launch.source for launch in launcher.launches} == {"bulk_fragments.cu" if bulk else "copy_fragments.cu"}
     np.testing.assert_array_equal(raw, expected)
 
 
-def test_only_whole_words_can_be_copied_in_bulk() -> None:
-    for crooked in ((8, 0, 0), (0, 4, 0), (0, 0, 1)):
-        rows = np.array([[4096, 1 << 20, 64], [8192, 1 << 21, 64]]) + np.array([(0, 0, 0), crooked])
-        assert not tabulate(rows).in_words
-    assert tabulate(np.array([[4096, 1 << 20, 64]])).in_words
+@pytest.mark.parametrize("crooked", [(0, 0, 0), (8, 0, 0), (0, 4, 0), (0, 0, 1)])
+def test_only_whole_words_can_be_copied_in_bulk(crooked: tuple[int, int, int]) -> None:
+    rows = np.array([[4096, 1 << 20, 64], [8192, 1 << 21, 64]]) + np.array([(0, 0, 0), crooked])
+    assert tabulate(rows).in_words == (not any(crooked))
 
 
 def unpacked(table: Table) -> list[tuple[int, int, int, int]]:
@@ -155,7 +134,6 @@ def test_a_layer_first_block_is_one_row_however_many_layers_it_has() -> None:
     pools = make_pools(CpuDevice(), layout)
     rows = unpacked(table_of_blocks(pools, as_moves((0, 7, 8), (1, 9, 8))))
     assert [row[:2] for row in rows] == [(layout.segment_bytes, layout.layers * layout.planes)] * 2
-    pools.close()
 
 
 def test_one_long_fragment_among_short_ones_does_not_make_warps_look_at_nothing() -> None:
@@ -174,7 +152,6 @@ def test_shim_reads_one_row_of_the_table_for_a_piece() -> None:
     pieces = 3 * int(launch.record[1])
     # For each lane; a warp makes two loads of 16 bytes.
     assert pieces == 3 * layout.block_bytes // 4096 and launcher.table_loads == 2 * 32 * pieces
-    pools.close()
 
 
 def test_shim_splits_batches_of_more_pieces_than_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,4 +160,3 @@ def test_shim_splits_batches_of_more_pieces_than_the_kernel_counts(monkeypatch: 
     monkeypatch.setattr(copies, "COUNT_MAX", 2)
     check(pools, as_moves((0, 7, 8), (1, 8, 8), (2, 9, 3), (3, 10, 8), (4, 5, 8)), launcher)
     assert len(launcher.launches) > 2
-    pools.close()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvpool
 from kvpool import PagedKV, gather_kv, scatter_kv
 from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.arrays.paged import LAYOUTS
 from kvpool.common.arrays.strided import StridedArray, as_strided
+from kvpool.device import CpuDevice
 from kvpool.device import launches as copies
 from kvpool.device.launches import Grid
 from kvpool.device.memory import kv_copy
 from tests.device import reference
+from tests.device.pools import DEVICE_BLOCKS, make_pools
 from tests.kernels.caches import AXES, Cache, Sizes, aligned, make_cache
 from tests.kernels.shim import ShimLauncher
 
@@ -38,24 +41,24 @@ def reference_copy(gather: bool, cache: Cache, slots: np.ndarray, staging: np.nd
             call(view[None, None], slots, staging[p : p + 1, i : i + 1], skip)
 
 
-def staging_for(cache: Cache, tokens: int, random: np.random.Generator, order: str) -> np.ndarray:
+def staging_for(cache: Cache, tokens: int, random: np.random.Generator, order: str = "plain") -> np.ndarray:
     """[planes, layers, tokens, heads, head_dim] of random bytes: in C order, token first, or with heads apart."""
-    s = cache.sizes
-    plain, token_first, apart = (s.P, s.L, tokens, s.H, s.D), (tokens, s.L, s.P, s.H, s.D), (s.H, s.P, s.L, tokens, s.D)
-    shape = {"plain": plain, "tokens first": token_first, "heads apart": apart}
-    content = random.integers(0, 256, int(np.prod(shape[order])) * cache.dtype.itemsize, dtype=np.uint8)
-    values = aligned(content).view(cache.dtype).reshape(shape[order])
-    return values.transpose(
-        {"plain": (0, 1, 2, 3, 4), "tokens first": (2, 1, 0, 3, 4), "heads apart": (1, 2, 3, 0, 4)}[order]
-    )
+    plain = (cache.sizes.P, cache.sizes.L, tokens, cache.sizes.H, cache.sizes.D)
+    axes = {"plain": (0, 1, 2, 3, 4), "tokens first": (2, 1, 0, 3, 4), "heads apart": (3, 0, 1, 2, 4)}[order]
+    content = random.integers(0, 256, int(np.prod(plain)) * cache.dtype.itemsize, dtype=np.uint8)
+    values = aligned(content).view(cache.dtype).reshape([plain[axis] for axis in axes])
+    return values.transpose(np.argsort(axes))
 
 
-def as_memory(array: np.ndarray, memory: str) -> StridedArray:
+def as_memory(array: np.ndarray, memory: str = "device") -> StridedArray:
     """The same bytes, said to be memory of a GPU where they are to be copied by a kernel."""
-    strided = as_strided("array", array)
-    return StridedArray(
-        strided.address, strided.shape, strided.itemsize, strided.strides, memory, strided.kind, owner=array
-    )
+    return replace(as_strided("array", array), memory=memory)
+
+
+def shim_gather(cache: Cache, slots: Any, staging: np.ndarray, launcher: ShimLauncher, **options: Any) -> None:
+    """Gather by the kernel, all in memory of a GPU, or ``slots`` in that of the host where they are a list."""
+    where = np.array(slots) if isinstance(slots, list) else as_memory(slots)
+    gather_kv(cache.paged("device"), where, as_memory(staging), launcher=launcher, **options)
 
 
 def check(
@@ -93,7 +96,7 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", list(AXES))
+@pytest.mark.parametrize("name", sorted({*AXES, *LAYOUTS}))
 def test_every_layout_is_copied_as_the_reference_does(name: str, itemsize: int, options: dict[str, Any]) -> None:
     random = np.random.default_rng(itemsize)
     for number, sizes in enumerate(SIZES):
@@ -126,12 +129,12 @@ def test_tokens_that_follow_each_other_are_copied_like_any_others(
                 np.arange(-int(random.integers(1, 4)), 3),
             ]
         slots = np.concatenate(runs)
-        check(cache, slots, staging_for(cache, len(slots), random, "plain"), 2, gather=True, **options)
+        check(cache, slots, staging_for(cache, len(slots), random), 2, gather=True, **options)
         # Among tokens with one slot, only the host decides which stays.
         each = slots.copy()
         if options["memory"] == "device":
             each[np.setdiff1d(np.arange(len(slots)), np.unique(slots, return_index=True)[1])] = -1
-        check(cache, each, staging_for(cache, len(slots), random, "plain"), 0, gather=gather, **options)
+        check(cache, each, staging_for(cache, len(slots), random), 0, gather=gather, **options)
 
 
 @pytest.mark.parametrize("gather", [True, False])
@@ -140,7 +143,7 @@ def test_skip_is_exact_to_the_token(name: str, gather: bool, options: dict[str, 
     random = np.random.default_rng(3)
     for skip in range(12):
         cache = make_cache(name, Sizes(), 2)
-        slots, staging = slots_for(cache, 11, random), staging_for(cache, 11, random, "plain")
+        slots, staging = slots_for(cache, 11, random), staging_for(cache, 11, random)
         # A slot that would be refused is not looked at before the skip.
         slots[:skip] = 10**6
         check(cache, slots, staging, min(skip, 11), gather=gather, **options)
@@ -161,59 +164,39 @@ def test_shim_moves_words_as_wide_as_everything_divides() -> None:
         ("flashinfer_hnd", Sizes(D=7), 1, 0, 1),
     ]:
         cache = make_cache(name, sizes, itemsize, padding)
-        staging = staging_for(cache, 3, np.random.default_rng(0), "plain")
+        staging = staging_for(cache, 3, np.random.default_rng(0))
         check(cache, np.arange(3), staging, 0, gather=True, memory="device", launcher=launcher)
         assert launcher.launches[-1].kernel == f"kv_copy_{width}", (name, sizes, itemsize, padding)
 
 
 def test_shim_leaves_out_slots_past_the_end_that_only_the_gpu_can_see() -> None:
-    cache = make_cache("sglang_paged", Sizes(), 2)
-    staging = staging_for(cache, 4, np.random.default_rng(0), "plain")
-    slots = np.array([3, cache.sizes.B * cache.sizes.T, 2**62, 4])
-    before, expected = cache.buffer.copy(), staging.copy()
-    reference_copy(True, cache, np.where(slots < 20, slots, -1), expected, 0)
-    gather_kv(cache.paged("device"), as_memory(slots, "device"), as_memory(staging, "device"), launcher=ShimLauncher())
-    np.testing.assert_array_equal(staging, expected)
-    np.testing.assert_array_equal(cache.buffer, before)
-
-
-def test_shim_slots_of_the_host_are_checked_and_uploaded() -> None:
-    cache = make_cache("sglang_paged", Sizes(), 2)
-    staging = staging_for(cache, 4, np.random.default_rng(0), "plain")
-    launcher = ShimLauncher()
-    expected = staging.copy()
-    reference_copy(True, cache, np.array([3, 1, -1, 4]), expected, 1)
-    gather_kv(
-        cache.paged("device"),
-        np.array([99, 1, -1, 4]),
-        as_memory(staging, "device"),
-        skip_prefix_n_tokens=1,
-        launcher=launcher,
-    )
-    np.testing.assert_array_equal(staging, expected)
+    """Those that the host sees are refused, and uploaded otherwise."""
+    cache, launcher = make_cache("sglang_paged", Sizes(), 2), ShimLauncher()
+    for slots, skip in ((np.array([3, 20, 2**62, 4]), 0), ([99, 1, -1, 4], 1), ([3] * 4, 4)):
+        staging = staging_for(cache, 4, np.random.default_rng(0))
+        before, expected = cache.buffer.copy(), staging.copy()
+        reference_copy(True, cache, np.where(np.array(slots) < 20, slots, -1), expected, skip)
+        shim_gather(cache, slots, staging, launcher, skip_prefix_n_tokens=skip)
+        np.testing.assert_array_equal(staging, expected)
+        np.testing.assert_array_equal(cache.buffer, before)
     with pytest.raises(ValueError, match=r"slot_mapping\[3\]: .*20"):
-        gather_kv(cache.paged("device"), np.array([3, 1, -1, 20]), as_memory(staging, "device"), launcher=launcher)
-    assert len(launcher.launches) == 1
+        shim_gather(cache, [3, 1, -1, 20], staging, launcher)
+    shim_gather(cache, np.arange(3), staging[:, :, :0], launcher)
+    assert len(launcher.launches) == 2, "none where all tokens are skipped, or there are none"
 
 
 def test_shim_copies_between_a_gpu_and_pinned_host_memory_with_few_thread_blocks() -> None:
     launcher = ShimLauncher(Grid(132))
     cache = make_cache("sglang_paged", Sizes(B=40, T=16, H=8, D=64), 2)
-    staging, slots = staging_for(cache, 600, np.random.default_rng(0), "plain"), np.arange(600)
+    staging, slots = staging_for(cache, 600, np.random.default_rng(0)), np.arange(600)
     for paged, other in (("device", "host"), ("host", "device")):
         expected = staging.copy()
         reference_copy(True, cache, slots, expected, 0)
         staging[:] = 0
-        gather_kv(cache.paged(paged), as_memory(slots, "device"), as_memory(staging, other), launcher=launcher)
+        gather_kv(cache.paged(paged), as_memory(slots), as_memory(staging, other), launcher=launcher)
         np.testing.assert_array_equal(staging, expected)
-    gather_kv(cache.paged("device"), as_memory(slots, "device"), as_memory(staging, "device"), launcher=launcher)
-    gather_kv(
-        cache.paged("device"),
-        as_memory(slots, "device"),
-        as_memory(staging, "device"),
-        launcher=launcher,
-        thread_blocks=5,
-    )
+    shim_gather(cache, slots, staging, launcher)
+    shim_gather(cache, slots, staging, launcher, thread_blocks=5)
     assert [launch.thread_blocks for launch in launcher.launches] == [8, 8, 57, 5]
 
 
@@ -222,27 +205,12 @@ def test_shim_threads_load_a_slot_once_and_walk_the_layers_with_it() -> None:
     permuted = np.random.default_rng(0).permutation(128)[:100]
     for thread_blocks, chunks, slots in ((1, 1, permuted), (4, 2, permuted), (400, 8, permuted.astype(np.int32))):
         launcher = ShimLauncher(Grid(132))
-        staging = staging_for(cache, 100, np.random.default_rng(1), "plain")
+        staging = staging_for(cache, 100, np.random.default_rng(1))
         check(cache, slots, staging, 0, gather=True, memory="device", launcher=launcher, thread_blocks=thread_blocks)
         words = 8 * 64 * 2 // 16
         assert launcher.table_loads == 2 * 100 * words * chunks * slots.itemsize // 4, (
             "planes, tokens, words, chunks of layers where threads are many, words of a slot"
         )
-
-
-def test_nothing_is_launched_when_all_tokens_are_skipped_or_there_are_none() -> None:
-    cache, launcher = make_cache("sglang_paged", Sizes(), 2), ShimLauncher()
-    for tokens in (0, 3):
-        staging = np.zeros((2, 3, tokens, 16), np.uint16)
-        gather_kv(
-            cache.paged("device"),
-            np.arange(3),
-            as_memory(staging, "device"),
-            skip_prefix_n_tokens=tokens,
-            launcher=launcher,
-        )
-        gather_kv(cache.paged(), np.arange(3), staging, skip_prefix_n_tokens=tokens)
-    assert not launcher.launches
 
 
 def test_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> None:
@@ -266,27 +234,26 @@ def test_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> N
     assert launcher is None or len(launcher.launches) == 1
 
 
+@pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])
 @pytest.mark.parametrize("tokens", ["NHD", "HND"])
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_tiers_of_a_pool_are_gathered_and_scattered_on_the_cpu(order: str, tokens: str, tier: str) -> None:
-    layout = BlockLayout(2, 3, 8, 4, order=order, tokens=tokens)
-    with kvpool.KVCacheManager(layout, device_blocks=6, host_blocks=5, device="cpu") as pool:
-        memory = pool.memory.device_pool if tier == "device" else pool.memory.host_pool
-        memory.view(np.uint16)[...] = np.random.default_rng(0).integers(0, 2**16, memory.shape)
-        cache = PagedKV.of_pool(layout, memory, tier)
-        out = np.zeros((2, 2, 3, 3 * 8), np.float16)
-        gather_kv(cache, np.array([17, -1, 5]), out)
-        for t, slot in ((0, 17), (2, 5)):
-            block = slot // 4 + (6 if tier == "host" else 0)
-            view = reference.block_view(layout, pool.memory.device_pool, pool.memory.host_pool, block)[:, :, slot % 4]
-            np.testing.assert_array_equal(
-                out[:, :, t].view(np.uint16), view.swapaxes(0, 1).reshape(2, 2, 24).view(np.uint16)
-            )
-        assert not out[:, :, 1].any()
-        before = memory.copy()
-        scatter_kv(cache, np.array([18, 3, 4]), out, skip_prefix_n_tokens=2)
-        again = np.zeros_like(out)
-        gather_kv(cache, np.array([18, 3, 4]), again)
-        np.testing.assert_array_equal(again[:, :, 2].view(np.uint16), out[:, :, 2].view(np.uint16))
-        assert (memory.view(np.uint16) != before.view(np.uint16)).sum() <= 2 * 2 * 24
+def test_tiers_of_a_pool_are_gathered_and_scattered_on_the_cpu(order: str, tokens: str, tier: str, planes: int) -> None:
+    layout = BlockLayout(2, 3, 8, 4, dtype="uint16", order=order, tokens=tokens, planes=planes)
+    pools, slots = make_pools(CpuDevice(), layout), np.array([17, -1, 5])
+    memory, first = (pools.device_pool, 0) if tier == "device" else (pools.host_pool, DEVICE_BLOCKS)
+    cache = PagedKV.of_pool(layout, memory, tier)
+    assert cache.writable and not cache.bases.flags.writeable
+
+    def token(slot: int) -> np.ndarray:
+        """[planes, layers, heads * head_dim] of a token."""
+        view = reference.block_view(layout, pools.device_pool, pools.host_pool, first + slot // 4)
+        return view[:, :, slot % 4].swapaxes(0, 1).reshape(planes, 2, 24)
+
+    out = np.zeros((planes, 2, 3, 24), np.uint16)
+    gather_kv(cache, slots, out)
+    np.testing.assert_array_equal(out, np.stack([token(17), np.zeros_like(out[:, :, 0]), token(5)], axis=2))
+    before = memory.copy()
+    scatter_kv(cache, np.array([18, 3, 4]), out, skip_prefix_n_tokens=2)
+    np.testing.assert_array_equal(token(4), token(5))
+    assert (memory != before).sum() <= planes * 2 * 24

@@ -21,135 +21,98 @@ from tests.kernels.test_kv_copy import as_memory
 CACHE = make_cache("sglang_paged", Sizes(), 2)
 SLOTS = np.arange(4)
 P, L, H, D = 2, 3, 2, 8
-READ_ONLY = np.zeros((P, L, 4, H * D), np.uint16)
-READ_ONLY.flags.writeable = False
 
 
 def staging(*shape: int, dtype: Any = np.uint16) -> np.ndarray:
     return np.full(shape or (P, L, 4, H * D), 7, dtype)
 
 
+REFUSED: list[tuple[str, str, list[Any]]] = [
+    ("skip_prefix_n_tokens", "skip_prefix_n_tokens: ", [-1, 5, 1.0, True]),
+    ("stream", "stream: ", ["0"]),
+    ("thread_blocks", "thread_blocks: ", [0, "all"]),
+    ("slot_mapping", r"slot_mapping: expected .* at least 4, got \[3\]", [np.arange(3)]),
+    ("slot_mapping", "slot_mapping: ", [np.arange(4).reshape(2, 2), [0, 1, 2, 3]]),
+    ("slot_mapping", "slot_mapping: expected contiguous slots", [np.arange(8)[::2]]),
+    ("slot_mapping", "slot_mapping: expected int32 or int64", [np.arange(4, dtype=d) for d in ("f8", "i2", "u8")]),
+    ("staging", "expected .*, got ", [staging(*shape) for shape in ((1, L, 4, H * D), (P, 2, 4, H * D), (P, L, 4))]),
+    ("staging", "expected .*, got ", [staging(P, L, 4, H * D + 1), staging(P, L, 4, D, H), [staging(L, 4, H * D)]]),
+    ("staging", "expected .*, got ", [staging(dtype=np.float32), [staging(L, n, H * D) for n in (4, 3)]]),
+    ("staging", "expected contiguous elements of a head", [staging(P, L, 4, H * D, 2)[..., 0]]),
+    ("staging", "elements overlap", [np.broadcast_to(staging(P, L, 1, H * D), (P, L, 4, H * D))]),
+    ("staging", "must not be negative", [staging()[:, :, ::-1]]),
+    ("staging", "(source|out): expected an array with .*, got NoneType", [None]),
+]
+
+
 @pytest.mark.parametrize("memory", ["host", "device"])
 @pytest.mark.parametrize("call", [gather_kv, scatter_kv])
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"skip_prefix_n_tokens": -1}, ValueError, "skip_prefix_n_tokens: expected 0 to 4.*got -1"),
-        ({"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens: expected 0 to 4.*got 5"),
-        ({"skip_prefix_n_tokens": 1.0}, TypeError, "skip_prefix_n_tokens"),
-        ({"skip_prefix_n_tokens": True}, TypeError, "skip_prefix_n_tokens"),
-        ({"stream": "0"}, TypeError, "stream"),
-        ({"thread_blocks": 0}, ValueError, "thread_blocks"),
-        ({"thread_blocks": "all"}, TypeError, "thread_blocks"),
-        ({"slots": np.arange(3)}, ValueError, "slot_mapping: expected .* at least 4, got \\[3\\]"),
-        ({"slots": np.arange(4).reshape(2, 2)}, ValueError, "slot_mapping"),
-        ({"slots": np.arange(8)[::2]}, ValueError, "slot_mapping: expected contiguous slots"),
-        ({"slots": np.arange(4.0)}, TypeError, "slot_mapping: expected int32 or int64"),
-        ({"slots": np.arange(4, dtype=np.int16)}, TypeError, "slot_mapping: expected int32 or int64"),
-        ({"slots": np.arange(4, dtype=np.uint64)}, TypeError, "slot_mapping: expected int32 or int64"),
-        ({"slots": [0, 1, 2, 3]}, TypeError, "slot_mapping"),
-        ({"staging": staging(1, L, 4, H * D)}, ValueError, "expected .*, got "),
-        ({"staging": staging(3, L, 4, H * D)}, ValueError, "expected .*, got "),
-        ({"staging": staging(P, 2, 4, H * D)}, ValueError, "expected .*, got "),
-        ({"staging": staging(P, L, 4, H * D + 1)}, ValueError, "expected .*, got "),
-        ({"staging": staging(P, L, 4, H * D, dtype=np.float32)}, ValueError, "expected .*, got "),
-        ({"staging": staging(P, L, 4, D, H)}, ValueError, "expected .*, got "),
-        ({"staging": staging(P, L, 4)}, ValueError, "expected .*, got "),
-        ({"staging": [staging(L, 4, H * D)]}, ValueError, "expected .*, got "),
-        ({"staging": [staging(L, 4, H * D), staging(L, 3, H * D)]}, ValueError, "expected .*, got "),
-        ({"staging": staging(P, L, 4, H * D, 2)[..., 0]}, ValueError, "expected contiguous elements of a head"),
-        ({"staging": np.broadcast_to(staging(P, L, 1, H * D), (P, L, 4, H * D))}, ValueError, "elements overlap"),
-        ({"staging": staging()[:, :, ::-1]}, ValueError, "must not be negative"),
-        (
-            {"staging": None},
-            TypeError,
-            "(source|out): expected an array with .*, got NoneType",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "message", "values"), REFUSED)
 def test_a_wrong_argument_is_named_and_nothing_is_copied(
-    call: Any, changes: dict[str, Any], error: type[Exception], match: str, memory: str
+    call: Any, name: str, message: str, values: list[Any], memory: str
 ) -> None:
     launcher, before = ShimLauncher(), CACHE.buffer.copy()
-    rest = {"slots": SLOTS, "staging": staging(), **changes}
-    slots, out = rest.pop("slots"), rest.pop("staging")
-    if memory == "device":
-        slots = as_memory(slots, memory) if isinstance(slots, np.ndarray) else slots
-        out = as_memory(out, memory) if isinstance(out, np.ndarray) else out
-    with pytest.raises(error, match=match):
-        call(CACHE.paged(memory), slots, out, launcher=launcher, **rest)
+    for value in values:
+        options: dict[str, Any] = {"slot_mapping": SLOTS, "staging": staging(), name: value}
+        arrays = [options.pop(array) for array in ("slot_mapping", "staging")]
+        given = [as_memory(array, memory) if isinstance(array, np.ndarray) else array for array in arrays]
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(CACHE.paged(memory), *given, launcher=launcher, **options)
     np.testing.assert_array_equal(CACHE.buffer, before)
     assert not launcher.launches
 
 
-@pytest.mark.parametrize("call", [gather_kv, scatter_kv])
-def test_a_slot_past_the_end_is_named_before_anything_is_copied(call: Any) -> None:
-    out, before = staging(), CACHE.buffer.copy()
-    with pytest.raises(ValueError, match=r"slot_mapping\[2\]: expected slots of the cache from 0 to 19, got 20"):
-        call(CACHE.paged(), np.array([20, 1, 20, 3]), out, skip_prefix_n_tokens=1)
+def test_memory_that_is_read_only_of_a_gpu_or_past_the_end_is_refused() -> None:
+    before, first, host = CACHE.buffer.copy(), CACHE.paged(), staging()
+    read_only, layer = staging(), np.zeros((4, 2, 8), np.uint16)
+    read_only.flags.writeable = layer.flags.writeable = False
+    cache, values = PagedKV.of([layer], "mla"), np.ones((1, 1, 4, 8), np.uint16)
+    mixed = [staging(L, 4, H * D), as_memory(staging(L, 4, H * D))]
+    refused: list[tuple[Any, Any, Any, Any, str]] = [
+        (gather_kv, first, SLOTS, read_only, "out: it must not be written"),
+        (scatter_kv, cache, SLOTS, values, "cache: it must not be written"),
+        (gather_kv, first, as_memory(SLOTS), host, "slot_mapping: memory of a GPU"),
+        (gather_kv, first, SLOTS, mixed, "out: all planes must be in one memory"),
+        (gather_kv, np.zeros((2, 2)), SLOTS, host, "cache: expected a PagedKV, got ndarray"),
+    ]
+    past = r"slot_mapping\[2\]: expected slots of the cache from 0 to 19, got 20"
+    refused += [(call, first, np.array([9, 1, 20, 3]), host, past) for call in (gather_kv, scatter_kv)]
+    for call, paged, slots, staged, message in refused:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(paged, slots, staged)
     np.testing.assert_array_equal(CACHE.buffer, before)
-    assert (out == 7).all()
+    assert (host == 7).all()
+    scatter_kv(CACHE.copy().paged(), SLOTS, read_only)
+    gather_kv(cache, SLOTS, values)
 
 
-def test_what_must_not_be_written_is_not() -> None:
-    with pytest.raises(ValueError, match="out: it must not be written"):
-        gather_kv(CACHE.paged(), SLOTS, READ_ONLY)
-    scatter_kv(CACHE.copy().paged(), SLOTS, READ_ONLY)
-    array = np.zeros((4, 2, 8), np.uint16)
-    array.flags.writeable = False
-    cache = PagedKV.of([array], "mla")
-    with pytest.raises(ValueError, match="cache: it must not be written"):
-        scatter_kv(cache, SLOTS, np.ones((1, 1, 4, 8), np.uint16))
-    gather_kv(cache, SLOTS, np.ones((1, 1, 4, 8), np.uint16))
-
-
-def test_a_cache_that_is_none_is_named() -> None:
-    with pytest.raises(TypeError, match="cache: expected a PagedKV, got ndarray"):
-        gather_kv(np.zeros((2, 2)), SLOTS, staging())  # type: ignore[arg-type]
-
-
-def test_memory_of_a_gpu_is_never_touched_by_the_host() -> None:
-    with pytest.raises(ValueError, match="slot_mapping: memory of a GPU"):
-        gather_kv(CACHE.paged(), as_memory(SLOTS, "device"), staging())
-    mixed = [staging(L, 4, H * D), as_memory(staging(L, 4, H * D), "device")]
-    with pytest.raises(ValueError, match="out: all planes must be in one memory"):
-        gather_kv(CACHE.paged(), SLOTS, mixed)
-
-
-def test_host_memory_that_kernels_cannot_reach_is_refused_before_the_launch() -> None:
+def test_host_memory_that_kernels_cannot_reach_is_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(ShimLauncher):
         def device_addresses(self, addresses: np.ndarray) -> np.ndarray:
             raise ValueError(f"{addresses}: not pinned")
 
     launcher = Refusing()
-    with pytest.raises(ValueError, match="not pinned"):
-        gather_kv(CACHE.paged("device"), as_memory(SLOTS, "device"), staging(), launcher=launcher)
-    with pytest.raises(ValueError, match="not pinned"):
-        gather_kv(CACHE.paged(), as_memory(SLOTS, "device"), as_memory(staging(), "device"), launcher=launcher)
+    for paged, staged in ((CACHE.paged("device"), staging()), (CACHE.paged(), as_memory(staging()))):
+        with pytest.raises(ValueError, match="not pinned"):
+            gather_kv(paged, as_memory(SLOTS), staged, launcher=launcher)
     assert not launcher.launches
-
-
-def test_a_gpu_without_its_packages_is_said_to_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(DeviceError, match=r"needs CuPy.*\.\[cuda12\].* or .*\.\[cuda13\]"):
-        gather_kv(CACHE.paged("device"), as_memory(SLOTS, "device"), as_memory(staging(), "device"))
+        gather_kv(CACHE.paged("device"), as_memory(SLOTS), as_memory(staging()))
 
 
-def test_what_one_launch_cannot_count_is_refused() -> None:
+def test_shim_copies_as_many_layers_and_planes_as_one_launch_takes_and_more_are_refused() -> None:
+    cache, launcher = make_cache("sglang_paged", Sizes(L=192, B=2, T=2, H=1), 2), ShimLauncher()
+    out, again = np.zeros((2, 192, 4, 8), np.uint16), np.zeros((2, 192, 4, 8), np.uint16)
+    gather_kv(cache.paged("device"), as_memory(SLOTS), as_memory(out), launcher=launcher)
+    gather_kv(cache.paged(), SLOTS, again)
+    np.testing.assert_array_equal(out, again)
+    assert again.any() and len(launcher.launches) == 1
     plane = KvPlane(32, 16, 0, 64, 0, 16, 0, 1, 16)
     for layers, slots, tokens in ((385, 8, 4), (1, 2**32, 4), (1, 8, 2**31)):
         with pytest.raises(ValueError, match="cache: "):
             which = KvTokens(64, 8, slots, tokens, 4)
             copies.kv_copy(np.full((1, layers), 64), [plane], which, gather=True, host=False, grid=Grid(1))
-
-
-def test_shim_copies_as_many_layers_and_planes_as_one_launch_takes() -> None:
-    cache, launcher = make_cache("sglang_paged", Sizes(L=192, B=2, T=2, H=1), 2), ShimLauncher()
-    out, again = np.zeros((2, 192, 4, 8), np.uint16), np.zeros((2, 192, 4, 8), np.uint16)
-    gather_kv(cache.paged("device"), as_memory(SLOTS, "device"), as_memory(out, "device"), launcher=launcher)
-    gather_kv(cache.paged(), SLOTS, again)
-    np.testing.assert_array_equal(out, again)
-    assert again.any() and len(launcher.launches) == 1
 
 
 def test_shim_offsets_are_64_bits_wide() -> None:
@@ -170,14 +133,14 @@ def test_shim_offsets_are_64_bits_wide() -> None:
             StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), memory_of, owner=memory), "| L B T D"
         )
 
-    scatter_kv(cache("device"), as_memory(slots, "device"), as_memory(content, "device"), launcher=ShimLauncher())
+    scatter_kv(cache("device"), as_memory(slots), as_memory(content), launcher=ShimLauncher())
     for i, (block, token) in enumerate(((1, 2), (0, 1))):
         for n in range(2):
             place = start + n * layer + block * stride + token * 16
             np.testing.assert_array_equal(memory[place : place + 16], content[0, n, i])
     # Staging as far apart, after the tokens of the cache.
     far = StridedArray(base + 1024, (1, 2, 2, 16), 1, (64, layer, stride, 1), "device", owner=memory)
-    gather_kv(cache("device"), as_memory(slots, "device"), far, launcher=ShimLauncher())
+    gather_kv(cache("device"), as_memory(slots), far, launcher=ShimLauncher())
     np.testing.assert_array_equal(
         np.lib.stride_tricks.as_strided(memory[start + 1024 :], far.shape, far.steps), content
     )
@@ -195,8 +158,8 @@ def one_allocation() -> tuple[np.ndarray, PagedKV]:
     return whole, PagedKV.of(whole[:2, :, :6], "| P L B T H D")
 
 
-def tokens_of(whole: np.ndarray, planes: Any, tokens: slice) -> np.ndarray:
-    return whole.reshape(4, 3, 40, 2, 8)[planes, :, tokens]
+def tokens_of(whole: np.ndarray, planes: Any, first: int, end: int) -> np.ndarray:
+    return whole.reshape(4, 3, 40, 2, 8)[planes, :, first:end]
 
 
 @pytest.mark.parametrize("call", [gather_kv, scatter_kv])
@@ -204,24 +167,23 @@ def test_staging_that_shares_bytes_with_the_cache_is_refused(call: Any) -> None:
     whole, cache = one_allocation()
     before = whole.copy()
     name = "out" if call is gather_kv else "source"
-    lists = [tokens_of(whole, 3, slice(0, 1)), tokens_of(whole, 0, slice(23, 24))]
-    for bad in (tokens_of(whole, slice(0, 2), slice(0, 4)), tokens_of(whole, slice(1, 3), slice(23, 27)), lists):
+    lists = [tokens_of(whole, 3, 0, 1), tokens_of(whole, 0, 23, 24)]
+    for bad in (tokens_of(whole, slice(0, 2), 0, 4), tokens_of(whole, slice(1, 3), 23, 27), lists):
         with pytest.raises(ValueError, match=f"{name}: it shares bytes with the cache"):
             call(cache, SLOTS, bad)
     np.testing.assert_array_equal(whole, before)
 
 
 @pytest.mark.parametrize("call", [gather_kv, scatter_kv])
-def test_staging_between_the_parts_of_a_cache_is_accepted(call: Any) -> None:
-    for planes, tokens in ((slice(0, 2), slice(24, 28)), (slice(2, 4), slice(0, 4)), (slice(1, 3), slice(36, 40))):
-        whole, cache = one_allocation()
-        expected, part = whole.copy(), tokens_of(whole, planes, tokens)
-        if call is gather_kv:
-            tokens_of(expected, planes, tokens)[...] = tokens_of(expected, slice(0, 2), slice(0, 4))
-        else:
-            tokens_of(expected, slice(0, 2), slice(0, 4))[...] = tokens_of(expected, planes, tokens)
-        call(cache, SLOTS, part)
-        np.testing.assert_array_equal(whole, expected)
+@pytest.mark.parametrize(("plane", "first"), [(0, 24), (2, 0), (1, 36)])
+def test_staging_between_the_parts_of_a_cache_is_accepted(call: Any, plane: int, first: int) -> None:
+    whole, cache = one_allocation()
+    expected, place = whole.copy(), (slice(plane, plane + 2), first, first + 4)
+    cached, staged = tokens_of(expected, slice(0, 2), 0, 4), tokens_of(expected, *place)
+    target, source = (staged, cached) if call is gather_kv else (cached, staged)
+    target[...] = source
+    call(cache, SLOTS, tokens_of(whole, *place))
+    np.testing.assert_array_equal(whole, expected)
 
 
 def test_planes_that_share_bytes_are_refused_where_they_are_written() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,46 +10,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from kvpool import BlockLayout, PagedKV
-from kvpool.common.arrays.paged import LAYOUTS
 from kvpool.device.memory import StridedArray
-from tests.kernels.caches import AXES, Sizes, make_cache
-
-
-def test_every_named_layout_is_among_those_that_are_copied() -> None:
-    assert set(LAYOUTS) <= set(AXES)
-
-
-@pytest.mark.parametrize("name", list(AXES))
-def test_bases_and_strides_lead_to_every_element(name: str) -> None:
-    cache = make_cache(name, Sizes(), 2, padding=3)
-    paged = cache.paged()
-    s = cache.sizes
-    assert (paged.layers, len(paged.planes), paged.blocks, paged.tokens_per_block) == (s.L, s.P, s.B, s.T)
-    for p, i in product(range(s.P), range(s.L)):
-        view, plane = cache.views()[p][i], paged.planes[p]
-        assert (plane.heads, plane.run_bytes) == (s.H, 2 * s.D)
-        for block, token, head in product(range(s.B), range(s.T), range(s.H)):
-            address = (
-                paged.bases[p, i] + block * plane.block_stride + token * plane.token_stride + head * plane.head_stride
-            )
-            assert address == view[block, token, head].ctypes.data
-
-
-@pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize(
-    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
-)
-def test_a_pool_of_kvpool_has_the_strides_of_its_layout(order: str, tokens: str, planes: int, tier: str) -> None:
-    layout = BlockLayout(2, 3, 8, 4, order=order, tokens=tokens, planes=planes)
-    pool = np.zeros(layout.device_shape(5) if tier == "device" else layout.host_shape(5), layout.storage_dtype)
-    paged, expected = (
-        PagedKV.of_pool(layout, pool, tier),
-        (layout.device_strides if tier == "device" else layout.host_strides)(5),
-    )
-    assert {plane[:3] for plane in paged.planes} == {(expected.block, expected.token, expected.head)}
-    bases = [[pool.ctypes.data + p * expected.plane + i * expected.layer for i in range(2)] for p in range(planes)]
-    assert paged.bases.tolist() == bases
-    assert paged.slots == 20 and paged.writable and not paged.bases.flags.writeable
 
 
 def test_views_of_one_array_that_interleave_are_accepted() -> None:
@@ -73,30 +34,20 @@ def test_heads_with_padded_blocks_are_not_ambiguous() -> None:
 def test_layers_and_planes_that_share_bytes_are_found_exactly() -> None:
     seed = 5
     print(f"seed {seed}")
-    random = np.random.default_rng(seed)
-    outcomes = set()
+    random, outcomes = np.random.default_rng(seed), set()
     for _ in range(600):
-        components, arrays = [], []
-        same = random.random() < 0.5
+        same = bool(random.random() < 0.5)
         shapes = [(int(random.integers(1, 4)), int(random.integers(1, 3)), int(random.integers(1, 3)))] * 2
-        strides: list[tuple[int, ...]] = (
-            [_nested(shapes[0], random)] * 2 if same else [_nested(shape, random) for shape in shapes]
-        )
-        for shape, stride in zip(shapes, strides, strict=True):
+        first = _nested(shapes[0], random)
+        arrays, places = [], []
+        for shape, strides in zip(shapes, (first, first if same else _nested(shapes[1], random)), strict=True):
             base = 64 + int(random.integers(0, 40))
-            arrays.append([StridedArray(base, (*shape, 1), 1, (*stride, 1))])
-            components.append(
-                {base + sum(i * s for i, s in zip(index, stride, strict=True)) for index in np.ndindex(*shape)}
-            )
-        apart = not components[0] & components[1]
-        try:
-            PagedKV.of(arrays, "P L | B T H D")
-            accepted = True
-        except ValueError as error:
-            assert "share bytes" in str(error)
-            accepted = False
-        assert accepted == apart
+            arrays.append([StridedArray(base, (*shape, 1), 1, (*strides, 1))])
+            places.append({base + int(np.dot(index, strides)) for index in np.ndindex(*shape)})
+        apart = not places[0] & places[1]
         outcomes.add((same, apart))
+        with nullcontext() if apart else pytest.raises(ValueError, match="share bytes"):
+            PagedKV.of(arrays, "P L | B T H D")
     assert len(outcomes) == 4, outcomes
 
 
@@ -109,22 +60,8 @@ def _nested(shape: tuple[int, ...], random: np.random.Generator) -> tuple[int, .
     return tuple(stride)
 
 
-def test_a_layout_that_is_not_affine_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="not affine: a block holds the values of all its tokens .* 'P L | B T D'"):
-        PagedKV.of([np.zeros((4, 8 * 132), np.uint8)], "dsa_indexer")
-
-
-@pytest.mark.parametrize(
-    "layout", ["vllm", "", "|", "L | B T H", "L B T H D", "X | B D", "L | B B D", "L | L B D", "L | B T Q D", "B | L D"]
-)
-def test_a_layout_that_is_none_is_named(layout: str) -> None:
-    with pytest.raises(ValueError, match="layout: .*vllm_flash_attention"):
-        PagedKV.of([np.zeros((2, 2, 2, 2))], layout)
-    with pytest.raises(TypeError, match="layout"):
-        PagedKV.of([np.zeros((2, 2, 2, 2))], None)  # type: ignore[arg-type]
-
-
 RAW = np.zeros(4096, np.uint8)
+NO_LAYOUTS = ["vllm", "", "L | B T H", "L B T H D", "X | B D", "L | B B D", "L | L B D", "L | B T Q D"]
 
 
 def raw(
@@ -140,46 +77,32 @@ def raw(
         ([raw((4, 2, 8), (-32, 16, 2))], "mla", "must not be negative"),
         ([raw((4, 2, 8), (32, 0, 2))], "mla", "elements overlap"),
         ([raw((4, 2, 8), (32, 14, 2))], "mla", "elements overlap: 14 bytes .* 16 are taken"),
-        ([raw((4, 2, 8), (30, 16, 2))], "mla", "elements overlap"),
         ([raw((4, 2, 8), (33, 16, 2))], "mla", "multiples of 2 bytes"),
         ([raw((4, 2, 8), shift=1)], "mla", "multiples of 2 bytes"),
         ([raw((4, 2, 8), (128, 64, 4))], "mla", "expected contiguous"),
         ([raw((4, 0, 8))], "mla", "no elements"),
         ([StridedArray(0, (4, 2, 8), 2)], "mla", "no elements"),
         ([StridedArray(2**63 - 64, (4, 2, 8), 2)], "mla", "pass the end of memory"),
-        (
-            [raw((4, 2, 1, 8))],
-            "mla",
-            r"arrays: expected 3 axes \(B T D\), got shape \(4, 2, 1, 8\) of plane, layer \(0, 0\)",
-        ),
+        ([raw((4, 2, 1, 8))], "mla", r"arrays: expected 3 axes \(B T D\), got .* of plane, layer \(0, 0\)"),
         ([raw((4, 2, 2, 8))], "mla_one_head", "expected 1 where"),
         ([raw((4, 2, 8)), raw((4, 2, 8))], "mla", "two layers share bytes, in plane 0"),
-        ([raw((4, 2, 8)), raw((4, 2, 8), shift=126)], "mla", "two layers share bytes"),
         ([raw((4, 2, 8)), raw((4, 2, 4), shift=512)], "mla", "plane 0: layer 1 has"),
         ([raw((4, 2, 8)), raw((3, 2, 8), shift=512)], "mla", r"\(blocks, tokens\): .* has \(3, 2\)"),
         ([raw((4, 2, 8)), raw((4, 2, 16), shift=512, itemsize=1)], "mla", "itemsize"),
         ([raw((4, 2, 8)), raw((4, 2, 8), shift=512, memory="device")], "mla", "memory"),
         ([[raw((4, 2, 8))], [raw((4, 2, 8), shift=16)]], "P L | B T D", "planes 0 and 1 share bytes"),
-        (
-            [[raw((4, 2, 8))], [raw((4, 2, 8), shift=512), raw((4, 2, 8), shift=1024)]],
-            "P L | B T D",
-            "lists of one length",
-        ),
+        ([[raw((4, 2, 8))], [raw((4, 2, 8), shift=512)] * 2], "P L | B T D", "lists of one length"),
         ([[raw((4, 2, 8), shift=512 * p)] for p in range(5)], "P L | B T D", "arrays: expected up to 4 planes, got 5"),
+        ([raw((4, 8 * 132))], "dsa_indexer", "not affine: a block holds the values of all its tokens .* 'P L | B T D'"),
+        *(([raw((2, 2, 2, 2))], layout, "layout: .*vllm_flash_attention") for layout in NO_LAYOUTS),
+        *((arrays, "mla", "a list along L") for arrays in (np.zeros((2, 4, 2, 8)), [], "ab")),
+        ([raw((2, 2))], None, "layout: "),
+        ([None], "mla", r"arrays\[0\]"),
     ],
 )
 def test_arrays_that_fit_no_cache_are_refused_with_the_reason(arrays: Any, layout: str, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         PagedKV.of(arrays, layout)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "match"),
-    [(np.zeros((2, 4, 2, 8)), "a list along L"), ([], "a list along L"), ([None], r"arrays\[0\]"), ("ab", "a list")],
-)
-def test_arrays_of_another_type_are_named(arrays: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=match):
-        PagedKV.of(arrays, "mla")
 
 
 def test_a_pool_of_another_shape_is_named() -> None:
@@ -193,10 +116,3 @@ def test_a_pool_of_another_shape_is_named() -> None:
             PagedKV.of_pool(layout, pool)
     with pytest.raises(ValueError, match="tier: .*'gpu'"):
         PagedKV.of_pool(layout, np.zeros(layout.device_shape(5), np.float16), "gpu")
-
-
-def test_read_only_arrays_make_a_cache_that_is_not_written() -> None:
-    array = np.zeros((4, 2, 8))
-    assert PagedKV.of([array], "mla").writable
-    array.flags.writeable = False
-    assert not PagedKV.of([array], "mla").writable

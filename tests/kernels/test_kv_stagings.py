@@ -14,8 +14,6 @@ from tests.kernels.shim import ShimLauncher
 from tests.kernels.test_kv_copy import as_memory, reference_copy, slots_for, staging_for
 from tests.kernels.test_kv_copy import options as options
 
-NAMES = ["vllm_flash_attention", "flashinfer_hnd", "mla", "vllm_fused"]
-
 
 def cut(staging: np.ndarray, ends: list[int]) -> list[np.ndarray]:
     """Memory of its own for the tokens up to each end."""
@@ -23,25 +21,19 @@ def cut(staging: np.ndarray, ends: list[int]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("gather", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["vllm_flash_attention", "flashinfer_hnd", "mla", "vllm_fused"])
 def test_the_skip_is_exact_to_the_token_over_all_stagings(name: str, gather: bool, options: dict[str, Any]) -> None:
-    random, memory = np.random.default_rng(4), options["memory"]
+    random, memory, call = np.random.default_rng(4), options.pop("memory"), gather_kv if gather else scatter_kv
     for skip in range(12):
         cache = make_cache(name, Sizes(), 2)
-        slots, whole = slots_for(cache, 11, random), staging_for(cache, 11, random, "plain")
+        slots, whole = slots_for(cache, 11, random), staging_for(cache, 11, random)
         parts = cut(whole, [4, 4, 5, 11])
         expected_cache, expected = cache.copy(), whole.copy()
         reference_copy(gather, expected_cache, slots, expected, skip)
         buffers = StagingBuffers([as_memory(part, memory) for part in parts])
-        call = gather_kv if gather else scatter_kv
-        call(cache.paged(memory), as_memory(slots, memory), buffers, skip_prefix_n_tokens=skip, **options_of(options))
+        call(cache.paged(memory), as_memory(slots, memory), buffers, skip_prefix_n_tokens=skip, **options)
         np.testing.assert_array_equal(cache.buffer, expected_cache.buffer)
-        for part, wanted in zip(parts, cut(expected, [4, 4, 5, 11]), strict=True):
-            np.testing.assert_array_equal(part, wanted)
-
-
-def options_of(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "memory"}
+        np.testing.assert_array_equal(np.concatenate(parts, axis=2), expected)
 
 
 def test_each_staging_may_be_planes_and_have_strides_of_its_own() -> None:
@@ -59,7 +51,7 @@ def test_each_staging_may_be_planes_and_have_strides_of_its_own() -> None:
 
 def test_slots_that_the_host_has_are_uploaded_once() -> None:
     cache, launcher = make_cache("mla", Sizes(), 2), ShimLauncher()
-    parts = cut(staging_for(cache, 6, np.random.default_rng(0), "plain"), [2, 6])
+    parts = cut(staging_for(cache, 6, np.random.default_rng(0)), [2, 6])
     buffers = StagingBuffers([as_memory(part, "device") for part in parts])
     gather_kv(cache.paged("device"), np.arange(6), buffers, launcher=launcher)
     assert len(launcher.launches) == 2
@@ -68,23 +60,21 @@ def test_slots_that_the_host_has_are_uploaded_once() -> None:
 @pytest.mark.parametrize("gather", [True, False])
 def test_bad_stagings_are_named_and_nothing_is_copied(gather: bool) -> None:
     cache = make_cache("vllm_flash_attention", Sizes(), 2)
-    whole = staging_for(cache, 8, np.random.default_rng(0), "plain")
-    first, other = cut(whole, [4, 8])
-    before, paged, slots = cache.buffer.copy(), cache.paged("host"), np.arange(8)
+    first, other = cut(staging_for(cache, 8, np.random.default_rng(0)), [4, 8])
+    before, slots = cache.buffer.copy(), np.arange(8)
     call, name = (gather_kv, "out") if gather else (scatter_kv, "source")
-    for bad, error, message in (
-        (StagingBuffers([]), ValueError, f"{name}: expected one buffer or more, got none"),
-        (StagingBuffers([first, other[:, :1]]), ValueError, rf"{name}\[1\]"),
-        (StagingBuffers([first, None]), TypeError, rf"{name}\[1\]"),
-        (StagingBuffers([first, as_memory(other, "device")]), ValueError, "one memory"),
-        (StagingBuffers([first, StagingBuffers([other])]), ValueError, rf"{name}\[1\]"),
-    ):
-        with pytest.raises(error, match=message):
-            call(paged, slots, bad)
-    with pytest.raises(ValueError, match="n at least 8"):
-        call(paged, slots[:7], StagingBuffers([first, other]))
-    with pytest.raises(ValueError, match="skip_prefix_n_tokens: expected 0 to 8.*got 9"):
-        call(paged, slots, StagingBuffers([first, other]), skip_prefix_n_tokens=9)
+    refused: list[tuple[list[Any], dict[str, Any], str]] = [
+        ([], {}, f"{name}: expected one buffer or more, got none"),
+        ([first, other[:, :1]], {}, rf"{name}\[1\]"),
+        ([first, None], {}, rf"{name}\[1\]"),
+        ([first, as_memory(other)], {}, "one memory"),
+        ([first, StagingBuffers([other])], {}, rf"{name}\[1\]"),
+        ([first, other], {"slot_mapping": slots[:7]}, "n at least 8"),
+        ([first, other], {"skip_prefix_n_tokens": 9}, "skip_prefix_n_tokens: expected 0 to 8.*got 9"),
+    ]
+    for buffers, changes, message in refused:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(cache.paged(), **{name: StagingBuffers(buffers), "slot_mapping": slots} | changes)
     np.testing.assert_array_equal(cache.buffer, before)
 
 

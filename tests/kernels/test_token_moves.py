@@ -9,50 +9,37 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device.copy_plan import CopyPlan, Tier, make_plan
 from kvpool.device.launches import MOVES, TOKEN_MOVES, Grid, token_moves
-from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import TokenMoves
 from tests.device import reference
-from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, each_layout, make_pools
-from tests.device.test_contract import TOKEN_SHAPES as SHAPES
+from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, each_layout, images, make_pools
 from tests.device.test_contract import random_token_moves
 from tests.kernels.shim import ShimLauncher
 
 
-def check(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray, launcher: ShimLauncher) -> None:
-    expected, host = pools.device_pool.copy(), pools.host_pool.copy()
-    reference.move_tokens(pools.layout, expected, moves)
-    plan = make_plan(pools.layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
+def check(layout: BlockLayout, moves: np.ndarray, starts: np.ndarray, launcher: ShimLauncher) -> None:
+    pools = make_pools(CpuDevice(), layout)
+    expected, host = images(pools)
+    reference.move_tokens(layout, expected, moves)
+    plan = make_plan(layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
     for launch in token_moves(plan, TokenMoves(moves, starts), launcher.grid):
         launcher.launch(launch, 0)
-    np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected.view(np.uint8))
-    np.testing.assert_array_equal(pools.host_pool.view(np.uint8), host.view(np.uint8))
+    for image, wanted in zip(images(pools), (expected, host), strict=True):
+        np.testing.assert_array_equal(image.view(np.uint8), wanted.view(np.uint8))
 
 
-@each_layout(SHAPES)
-def test_shim_moves_tokens_as_the_reference_does(
-    shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
-) -> None:
-    layout = BlockLayout(*shape, dtype=dtype, planes=planes, order=order, tokens=tokens)
-    pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
+@each_layout
+def test_shim_moves_tokens_as_the_reference_does(layout: BlockLayout) -> None:
     for seed in range(4):
-        check(pools, *random_token_moves(layout, np.random.default_rng(seed)), launcher)
-    pools.close()
+        check(layout, *random_token_moves(layout, np.random.default_rng(seed)), ShimLauncher())
 
 
 def test_shim_makes_one_launch_for_as_many_moves_as_the_argument_holds_and_splits_groups_between_more() -> None:
-    layout = BlockLayout(1, 1, 4, 128, dtype="uint8")
-    pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
     chain = np.array([(slot + 1, slot) for slot in range(DEVICE_BLOCKS * 128 - 1)], np.int64)
     for count, launches in ((0, 0), (1, 1), (MOVES, 1), (MOVES + 1, 2), (2 * MOVES + 3, 3)):
-        launcher.launches.clear()
-        starts = np.array([0, 0, min(3, count), min(3, count), count], np.int64)
-        check(pools, chain[:count], starts, launcher)
+        launcher, starts = ShimLauncher(), np.array([0, 0, min(3, count), min(3, count), count], np.int64)
+        check(BlockLayout(1, 1, 4, 128, dtype="uint8"), chain[:count], starts, launcher)
         assert len(launcher.launches) == launches
-    pools.close()
-
-
-def test_shim_takes_an_argument_that_every_driver_passes() -> None:
-    assert TOKEN_MOVES.itemsize <= 4096
+    assert TOKEN_MOVES.itemsize <= 4096, "every driver passes such an argument"
 
 
 def test_kernels_refuse_more_slots_than_they_count() -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine import Engine
 from kvpool import KVCacheManager
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
@@ -63,9 +62,8 @@ FORMS = {
 }
 
 
-def picture(engine: Engine) -> tuple[bytes, int, int]:
+def picture(cache: KVCacheManager) -> tuple[bytes, int, int]:
     """All that a refused call may not change."""
-    cache = engine.cache
     return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._staging._retained)
 
 
