@@ -22,11 +22,10 @@ from kvpool.common.process import Closing
 from kvpool.common.progress import shown_progress
 from kvpool.errors import BlockNotFound
 from kvpool.pool.leases import Lease
-from kvpool.state.arrays import State
-from kvpool.state.records import PUBLISHED
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Trace, read_trace, synthetic
 from kvpool.tools.replay.content import KVBytes, names_of, token_states
 from kvpool.tools.replay.engine import worst_blocks
+from tests import debug
 
 EVENTS = 1 << 16
 """The number of events that the pool keeps. One request of a long trace causes fewer."""
@@ -316,8 +315,8 @@ class Stress(Closing):
     def _figures(self) -> list[Figure]:
         """Return all figures after both threads have ended."""
         reader, contents, evictions = self.reader, self.contents, self._evictions
-        stats, kept = self.cache.stats(), _cached(self.cache.core.tokens)
-        differ = sum(len(contents.cached[tier] ^ kept[tier]) for tier in kept)
+        stats, kept = self.cache.stats(), debug.cached(self.cache.core.tokens)
+        differ = sum(len(contents.cached[tier] ^ kept[tier].keys()) for tier in kept)
         return [
             Figure("pinned reads", reader.reads, self._config.reads, at_least=True),
             Figure("leases that the pool gave", reader.last_lease, reader.opened),
@@ -337,16 +336,6 @@ class Stress(Closing):
             Figure("keys in which events and pool differ", differ),
             Figure("blocks lost", stats.lost_blocks),
         ]
-
-
-def _cached(state: State) -> dict[str, set[bytes]]:
-    """Return the keys of what is cached on each tier, as the state has them."""
-    kept: dict[str, set[bytes]] = {"device": set(), "host": set()}
-    for number in np.flatnonzero(state.blocks["flags"] & PUBLISHED):
-        block = state.blocks[number]
-        tier = "device" if number < state.header.device_blocks else "host"
-        kept[tier].add(block["key0"].tobytes() + block["key1"].tobytes())
-    return kept
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -44,12 +44,3 @@ def die_in_a_copy(pipe: Connection) -> None:
     pipe.send("half")
     pipe.recv()
     os._exit(1)
-
-
-def own_tier(pipe: Connection) -> None:
-    """Has a tier, and lives until it is killed."""
-    identity = kvpool.ModelIdentity("toy", "r1", "uint8", "x", "tests 1")
-    tier = kvpool.HostTier(4, 64, identity=identity)
-    tier.blocks[2] = 9
-    pipe.send(tier.share())
-    pipe.recv()

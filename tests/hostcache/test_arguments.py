@@ -42,15 +42,12 @@ class Digest(bytes):
 
 def test_keys_of_a_subclass_of_bytes_are_plain_bytes(make: Make) -> None:
     cache = make()
-    names = [Digest(b"a"), Digest(b"long key"), b"c"]
-    taken = cache.reserve(names * 2)
+    taken = cache.reserve([Digest(b"a"), Digest(b"long key"), b"c"] * 2)
     assert taken.keys == (b"a", b"long key", b"c") and {type(key) for key in taken.keys} == {bytes}
-    assert cache.lookup([b"a", b"long key", Digest(b"l")]).tolist() == [cache.PENDING, cache.PENDING, cache.ABSENT]
+    assert cache.lookup([b"a", Digest(b"l")]).tolist() == [cache.PENDING, cache.ABSENT]
     assert cache.find(Digest(b"a")) == cache.PENDING
     with pytest.raises(BlockNotFound, match=b"x".hex()):
         cache.pin([Digest(b"x")])
-    with pytest.raises(ValueError, match=r"keys\[0\]: expected 1 to 64 bytes, got 65"):
-        cache.lookup([Digest(b"x" * 65)])
 
 
 def test_keys_of_any_length_and_from_any_iterable(make: Make) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from multiprocessing import shared_memory
 from typing import Any
 
 import numpy as np
@@ -13,29 +12,10 @@ import pytest
 
 from kvpool import MemoryOptions
 from kvpool.device.cpu import CpuDevice
-from kvpool.device.sim import SimDevice
 from kvpool.errors import InsufficientMemory
 from tests.interop.arrays import LAYOUT, DLPackOnly, GpuOnly, InterfaceOnly, aligned, open_pool
 
 BYTES = {"device": 6 * LAYOUT.block_bytes, "host": 5 * LAYOUT.block_bytes}
-TOKENS = list(range(17))
-
-
-def run_requests(cache: Any) -> None:
-    """Evicts, offloads and onboards: the second prompt takes the blocks of the first, and then the first comes back."""
-    for first in (0, 100, 0):
-        seq = cache.add_sequence([first + token for token in TOKENS])
-        cache.core.device.synchronize()
-        computed = cache.cached_tokens(seq)
-        blocks = cache.block_table(seq).dense()[0]
-        if computed:
-            assert (np.asarray(cache.memory.device_pool)[:, :, blocks[:4]] == first + 1).all()
-        with cache.core.device.host_access(writes=[(block, 0, 4) for block in blocks]):
-            cache.memory.device_pool[:, :, blocks] = first + 1
-        cache.commit(seq)
-        cache.release(seq)
-    cache.verify()
-    assert cache.stats().host.used or cache.match_prefix(TOKENS).tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -43,7 +23,7 @@ def run_requests(cache: Any) -> None:
 )
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("as_function", [False, True])
-def test_a_tier_lies_where_the_caller_says_and_works(tier: str, wrap: Any, as_function: bool) -> None:
+def test_a_tier_lies_where_the_caller_says_and_stays_as_it_was_left(tier: str, wrap: Any, as_function: bool) -> None:
     raw, asked = aligned(BYTES[tier]), []
 
     def give(nbytes: int, alignment: int) -> Any:
@@ -53,7 +33,7 @@ def test_a_tier_lies_where_the_caller_says_and_works(tier: str, wrap: Any, as_fu
     with open_pool(memory=MemoryOptions(**{f"{tier}_memory": give if as_function else wrap(raw)})) as cache:
         pool = cache.memory.device_pool if tier == "device" else cache.memory.host_pool
         assert pool.ctypes.data == raw.ctypes.data and pool.nbytes == raw.nbytes
-        run_requests(cache)
+        pool[...] = 3
         assert asked == [(BYTES[tier], 64)] * as_function
     held = raw.copy()
     gc.collect()
@@ -71,31 +51,6 @@ def test_it_is_kept_until_the_pool_is_closed_and_not_longer(tier: str) -> None:
     cache.close()
     gc.collect()
     assert alive() is None
-
-
-def test_shared_memory_of_another_process_can_be_the_host_tier() -> None:
-    shared = shared_memory.SharedMemory(create=True, size=BYTES["host"])
-    try:
-        other = shared_memory.SharedMemory(shared.name)
-        with open_pool(memory=MemoryOptions(host_memory=np.frombuffer(shared.buf, np.uint8)[: BYTES["host"]])) as cache:
-            cache.memory.host_pool[3] = 2
-            assert bytes(other.buf[3 * LAYOUT.block_bytes : 3 * LAYOUT.block_bytes + 2]) == np.float16(2).tobytes()
-        gc.collect()
-        other.close()
-    finally:
-        shared.close()
-        shared.unlink()
-
-
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_the_sim_device_leaves_it_as_it_is_after_the_end(tier: str) -> None:
-    raw, device = aligned(BYTES[tier]), SimDevice(0)
-    with open_pool(device=device, memory=MemoryOptions(**{f"{tier}_memory": raw})) as cache:
-        run_requests(cache)
-        held = raw.copy()
-    np.testing.assert_array_equal(raw, held)
-    raw[...] = 1  # The caller's again: no undeclared write.
-    device.close()
 
 
 def test_memory_that_does_not_fit_is_refused_by_name() -> None:

@@ -28,32 +28,16 @@ def open_groups(**options: Any) -> KVCacheManager:
 @pytest.mark.parametrize(("group", "part"), PLACES)
 def test_an_export_is_the_memory_of_its_group_and_part(tier: str, group: int, part: int) -> None:
     with open_groups() as cache:
-        pool = (cache.memory.device_pools if tier == "device" else cache.memory.host_pools)[group][part]
-        export = cache.memory.export(tier, group=group, part=part)
-        assert (export.tier, export.group, export.part, export.dtype) == (
-            tier,
-            group,
-            part,
-            LAYOUTS[group, part].dtype_name,
-        )
+        memory = {"device": cache.memory.device_pools, "host": cache.memory.host_pools}
+        pool, export = memory[tier][group][part], cache.memory.export(tier, group=group, part=part)
+        assert (export.tier, export.group, export.part) == (tier, group, part)
+        assert export.dtype == LAYOUTS[group, part].dtype_name
         for view in (np.from_dlpack(export), np.asarray(export)):
-            assert (view.ctypes.data, view.shape, view.strides, view.dtype) == (
-                pool.ctypes.data,
-                pool.shape,
-                pool.strides,
-                pool.dtype,
-            )
+            assert (view.shape, view.strides, view.dtype) == (pool.shape, pool.strides, pool.dtype)
+            assert view.ctypes.data == pool.ctypes.data
             view[...] = 7
-            assert (pool == 7).all()
-        assert (
-            sum(
-                (array == 7).sum()
-                for pools in (cache.memory.device_pools, cache.memory.host_pools)
-                for parts in pools
-                for array in parts
-            )
-            == pool.size
-        )
+        assert (pool == 7).all()
+        assert sum((part == 7).sum() for pools in memory.values() for parts in pools for part in parts) == pool.size
         assert np.asarray(export[1:]).ctypes.data == pool[1:].ctypes.data and export[1:].group == group
         with pytest.raises(PoolBusy, match="views of exported memory live: 1"):
             cache.close()

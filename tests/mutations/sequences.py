@@ -321,8 +321,8 @@ MUTATIONS = (
         "sequences[row].generation = generation\nsequences[row].duplicates = -1",
         "Content that a beam has computed is lost when somebody else's copy of it goes.",
         (
-            "tests/sequences/test_forks.py::test_a_fork_publishes_what_its_parent_had_to_leave_to_another",
-            "tests/sequences/test_forks.py::test_a_beam_publishes_what_its_new_parent_had_to_leave_to_another",
+            "tests/sequences/test_forks.py::test_a_fork_or_beam_publishes_what_its_parent_had_to_leave_to_another[False]",
+            "tests/sequences/test_forks.py::test_a_fork_or_beam_publishes_what_its_parent_had_to_leave_to_another[True]",
         ),
     ),
     Mutation(

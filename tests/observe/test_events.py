@@ -134,6 +134,9 @@ def test_readers_with_cursors_each_get_everything_and_take_nothing_from_others(m
     slow.feed(engine.cache.events(since=0))
     assert kept.cached == slow.cached == rebuilt(engine.cache.events()) == cached(engine)
     assert not engine.cache.events() and not engine.cache.events(since=cursor)
+    assert events[-1].next == events.next
+    with pytest.raises(IndexError, match="event"):
+        events[len(events)]
     assert engine.cache.stats().events_dropped == 0
 
 

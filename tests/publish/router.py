@@ -14,7 +14,7 @@ import zmq
 from engine import Engine
 from kvpool import KVCacheManager
 from kvpool.integrations.kv_events import KVEventPublisher, PublisherLimits
-from kvpool.state.records import PUBLISHED
+from tests import debug
 
 MEDIA = {"device": "GPU", "host": "CPU"}
 END = 2**64 - 1
@@ -150,8 +150,5 @@ Route = Callable[..., Router]
 
 def cached(cache: KVCacheManager) -> dict[str, set[Hash]]:
     """The first half of each key that the pool has cached, by medium."""
-    blocks = cache.core.tokens.blocks
-    there = np.flatnonzero(blocks["flags"] & PUBLISHED)
-    keys = blocks["key0"].view(np.uint64)
-    split = {"GPU": there[there < cache.device_blocks], "CPU": there[there >= cache.device_blocks]}
-    return {medium: set(keys[ids].tolist()) for medium, ids in split.items()}
+    tiers = debug.cached(cache.core.tokens)
+    return {MEDIA[tier]: {int(np.frombuffer(key, np.uint64)[0]) for key in keys} for tier, keys in tiers.items()}

@@ -11,7 +11,6 @@ from engine import Engine, Make
 from kvpool.storage import StorageManager
 from tests.stores.pool_lab import make_manager, store
 
-PROMPT = list(range(33))
 SECRET = b"the secret of this test"
 
 
@@ -42,24 +41,6 @@ def settle(engine: Engine, manager: StorageManager, routers: list[Router], promp
             reach = next((place for place in range(usable) if chain[place] not in known), usable)
             match = manager.match_prefix(keys)
             assert 4 * reach == match.full_tokens + match.store_tokens, prompt
-
-
-def test_routers_know_what_stores_hold_after_a_reset(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(P=32, S=32, event_capacity=512, secret=SECRET)
-    with make_manager(engine, store()) as manager:
-        publisher = publish(engine, storage=manager)
-        early = route(publisher, stores=["MEMORY"])
-        engine.seed(PROMPT, len(PROMPT))
-        assert manager.drain(600)
-        early.follow()
-        assert {medium: len(keys) for medium, keys in early.known.items()} == {"GPU": 8, "CPU": 8, "MEMORY": 8}
-        engine.cache.clear()
-        late = route(publisher, stores=["MEMORY"])
-        for router in (early, late):
-            router.follow()
-            assert {medium: len(keys) for medium, keys in router.known.items()} == {"GPU": 0, "CPU": 0, "MEMORY": 8}
-            assert manager.match_prefix(PROMPT).store_tokens == 32
-        publisher.close()
 
 
 @pytest.mark.parametrize(("capacity", "replay_messages"), [(4096, 2), (4096, 10_000), (24, 2)])

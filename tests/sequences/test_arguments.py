@@ -389,6 +389,7 @@ def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
         refused(cache, call, ValueError, f"sequence {live}, got ")
     refused(cache, lambda: cache.append_tokens(busy.both, [1, 2]), ValueError, "counts")
     refused(cache, lambda: cache.append_tokens(busy.both, [1, 2], [1, 2]), ValueError, "counts.* 3, tokens has 2")
+    refused(cache, lambda: cache.accept_drafts(busy.both, [0, 0], [0]), ValueError, "counts")
     refused(cache, lambda: cache.blocks_needed([1], sequences=[live]), TypeError, "sequences: .*")
 
 

@@ -60,21 +60,6 @@ def test_counts_that_change_during_the_call_break_nothing() -> None:
     assert done.returncode == 0 and "whole" in done.stdout, (done.returncode, done.stderr[-500:])
 
 
-def test_slots_that_change_after_their_check_write_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, slots = np.zeros((2, 2, 8, 4, 2, 3), np.uint16), np.arange(6)
-    paged = PagedKV.of(memory[:, :, :4], "| L P B T H D")
-    module = sys.modules[scatter_kv.__module__]
-    check = vars(module)["_check_slots"]
-
-    def check_and_change(*args: Any) -> None:
-        check(*args)
-        slots[:] = 24
-
-    monkeypatch.setattr(module, "_check_slots", check_and_change)
-    scatter_kv(paged, slots, np.ones((2, 2, 6, 6), np.uint16))
-    assert memory[:, :, :4].any() and not memory[:, :, 4:].any(), "written after the cache"
-
-
 # -- BlockKeys ---------------------------------------------------------------------------------------
 
 
@@ -340,6 +325,8 @@ def test_a_fork_that_must_be_refused_allocates_nothing(make: Make) -> None:
             cache.fork(ids, 1 << 24)
         with pytest.raises(UnknownSequence):
             cache.fork([int(ids[0]), 1 << 40], 1 << 24)
+        with pytest.raises(OutOfSequences):
+            cache.fork(ids, 2)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -53,27 +53,21 @@ def test_what_is_forgotten_is_found_by_nobody_and_its_blocks_are_empty(
     open_: Open, kinds: list[dict[str, Any]], tier: str, how: str
 ) -> None:
     engine = open_(*({"host_blocks": 12} | kind for kind in kinds), max_sequence_tokens=4 * 40)
-    cache = engine.cache
+    cache, content = engine.cache, engine.cache.content
     fill(engine, A, tier, salt="leaves")
     engine.seed(B, salt="stays", **encoder(engine))
     keys, other = engine.prompt(A, salt="leaves"), engine.prompt(B, salt="stays")
-    promised, before = cache.match_prefix(other), cache.stats()
+    promised, before, cached = cache.match_prefix(other), cache.stats(), int(content.cached_blocks(keys).sum())
     assert cache.match_prefix(keys).tokens == 12
-    cached = int(cache.content.cached_blocks(keys).sum())
-    done = {
-        "prompt": lambda: cache.content.forget(keys),
-        "keys": lambda: cache.content.forget(keys.keys),
-        "namespace": lambda: cache.content.forget(namespace=("leaves", None)),
-    }[how]()
-    after = cache.stats()
-    assert done == cached > 0 and after.forgotten_by_call_blocks == done
-    assert not cache.content.cached_blocks(keys).any() and cache.match_prefix(keys).tokens == 0
-    assert cache.find_and_pin_host(keys.keys[0]) is None
-    assert cache.match_prefix(other) == promised
-    copies = 2 * done if tier == "both" else done
+    calls = {"prompt": {"prompt": keys}, "keys": {"prompt": keys.keys}, "namespace": {"namespace": ("leaves", None)}}
+    assert content.forget(**calls[how]) == cached > 0  # type: ignore[arg-type]
+    after, copies = cache.stats(), 2 * cached if tier == "both" else cached
+    assert after.forgotten_by_call_blocks == cached
+    assert not content.cached_blocks(keys).any() and cache.match_prefix(keys).tokens == 0
+    assert cache.find_and_pin_host(keys.keys[0]) is None and cache.match_prefix(other) == promised
     assert after.device.empty + after.host.empty == before.device.empty + before.host.empty + copies
     assert after.device.evictable + after.host.evictable == before.device.evictable + before.host.evictable - copies
-    assert cache.content.forget(keys) == cache.content.forget(namespace=("leaves", None)) == 0
+    assert content.forget(keys) == content.forget(namespace=("leaves", None)) == 0
 
 
 def test_other_namespaces_and_other_prompts_stay(make: Make) -> None:

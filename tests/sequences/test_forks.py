@@ -196,26 +196,16 @@ def test_a_reorder_takes_no_block_and_frees_what_nobody_goes_on_from(make: Make)
     assert engine.free() == 4 and copied(engine) == 3
 
 
-def test_a_fork_publishes_what_its_parent_had_to_leave_to_another(make: Make) -> None:
-    engine = make()
-    first, second = engine.add(range(5)), engine.add(range(5))
-    engine.commit(first)
-    engine.commit(second)  # its block is a duplicate
-    (fork,) = engine.fork(second)
-    engine.release(second)
-    engine.release(first, store=False)
-    assert engine.reusable(range(5)) == 0
-    engine.commit(fork)
-    assert engine.reusable(range(6)) == 4
-    engine.release(fork)
-
-
-def test_a_beam_publishes_what_its_new_parent_had_to_leave_to_another(make: Make) -> None:
+@pytest.mark.parametrize("beam", [False, True])
+def test_a_fork_or_beam_publishes_what_its_parent_had_to_leave_to_another(make: Make, beam: bool) -> None:
     engine = make()
     first, second, third = engine.add(range(5)), engine.add(range(5)), engine.add(range(20, 25))
     for request in (first, second, third):
-        engine.commit(request)
-    engine.reorder([second, third], [0, 0])
+        engine.commit(request)  # the second's block is a duplicate
+    if beam:
+        engine.reorder([second, third], [0, 0])
+    else:
+        (third,) = engine.fork(second)
     engine.release(second)
     engine.release(first, store=False)
     assert engine.reusable(range(5)) == 0

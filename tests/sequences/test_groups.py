@@ -307,20 +307,19 @@ def test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both(open_: Open) -> 
 
 def test_an_engine_gets_the_places_of_states(open_: Open) -> None:
     engine = open_({}, RECURRENT | {"snapshot_tokens": 8})
+    places = partial(engine.cache.tables.state_blocks, group=1)
     first = engine.add(A[:14])
     row = engine.table(first, 1)
-    assert row[0] == -1 and min(row[1:]) >= 0
-    assert engine.cache.tables.state_blocks([first.id], group=1).tolist() == [[-1, row[3]]]
+    assert row[0] == -1 and min(row[1:]) >= 0 and places([first.id]).tolist() == [[-1, row[3]]]
     for committed, at in ((3, 1), (8, 1), (9, 2), (12, 2), (13, 3)):
         engine.commit(first, committed)
-        assert engine.cache.tables.state_blocks(first.id, group=1).tolist() == [[row[at], row[3]]]
+        assert places(first.id).tolist() == [[row[at], row[3]]]
     second = engine.commit(engine.add(A[:3]))
     (block,) = engine.table(second, 1)
-    states = engine.cache.tables.state_blocks([second.id, first.id], group=1)
-    assert states.dtype == np.int32 and states.tolist() == [[block, block], [row[3], row[3]]]
-    for group, text in ((0, "group: expected a recurrent group, got 0"), (None, "group: .*None"), (2, "group: .*2")):
-        with pytest.raises(ValueError, match=text):
-            engine.cache.tables.state_blocks(first.id, group=group)
+    assert places([second.id, first.id]).tolist() == [[block, block], [row[3], row[3]]]
+    for group in (0, None, 2):
+        with pytest.raises(ValueError, match=f"group: .*{group}"):
+            places(first.id, group=group)
 
 
 @pytest.mark.parametrize("named", [True, False])

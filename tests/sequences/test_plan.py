@@ -100,18 +100,16 @@ CROSS, RECURRENT = {"kind": "cross"}, {"kind": "recurrent"}
 
 def test_a_batch_goes_on_without_it_and_names_it(make: Make) -> None:
     engine = make(T=T, P=20)
-    batch = [A[:5], A[:200], A[20:24], A[200:276], A[:300]]
+    cache, batch = engine.cache, [A[:5], A[:200], A[20:24], A[200:276], A[:300]]
     with pytest.raises(ValueError, match=r"^prompts\[1\]: 50 device blocks .* never"):
-        engine.cache.add_sequence_batch(batch)
+        cache.add_sequence_batch(batch)
     assert engine.free() == 20
-    admission = engine.cache.add_sequence_batch(batch, allow_partial_batch=True)
+    admission = cache.add_sequence_batch(batch, allow_partial_batch=True)
     assert sorted(admission.refused) == [1, 4], "those after the first that waits are named too"
     assert all("never" in why for why in admission.refused.values())
     assert admission.admitted == 2 and len(admission.ids) == 3, "the fourth may fit later"
-    assert admission.ids[1] == -1 and engine.free() == 17
-    assert admission.missed_blocks.tolist() == [2, 0, 1]
-    for sequence, tokens in ((admission.ids[0], A[:5]), (admission.ids[2], A[20:24])):
-        assert engine.cache.sequence_length(int(sequence)) == len(tokens)
-    engine.cache.release(admission.ids[admission.ids >= 0])
-    rest = engine.cache.add_sequence_batch(batch[len(admission.ids) :], allow_partial_batch=True)
+    assert admission.ids[1] == -1 and engine.free() == 17 and admission.missed_blocks.tolist() == [2, 0, 1]
+    assert cache.sequence_length(admission.ids[[0, 2]]).tolist() == [5, 4]
+    cache.release(admission.ids[[0, 2]])
+    rest = cache.add_sequence_batch(batch[3:], allow_partial_batch=True)
     assert rest.admitted == 1 and rest.ids[1] == -1 and list(rest.refused) == [1]

@@ -97,15 +97,16 @@ def at_line(number: int, change: Callable[[], None]) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
+FIELDS: dict[type, tuple[str, ...]] = {
+    BlockKeys: ("tokens", "keys", "extra_ids", "namespace"),
+    HostLease: ("keys", "blocks"),
+    Lease: ("blocks", "groups", "keys"),
+    Prefetch: ("prompt",),
+}
+
+
 def _described(value: Any) -> object:
     """What a call returned, without addresses."""
-    if isinstance(value, BlockKeys):
-        return (
-            value.tokens.tolist(),
-            value.keys.tolist(),
-            None if value.extra_ids is None else value.extra_ids.tolist(),
-            value.namespace,
-        )
     if isinstance(value, LoadTarget):
         return [(share.blocks.tolist(), share.slots().tolist()) for share in value.shares]
     if isinstance(value, StoreRequest):
@@ -114,17 +115,11 @@ def _described(value: Any) -> object:
     if isinstance(value, Forgotten):
         assert value.wait(600)
         return value.blocks
-    if isinstance(value, Prefetch):
-        return _described(value.prompt)
-    if isinstance(value, HostLease):
-        return value.keys, value.blocks.tolist()
-    if isinstance(value, Lease):
-        return value.blocks.tolist(), value.groups.tolist(), None if value.keys is None else value.keys.tolist()
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.tolist() if value.size < 1000 else 0
-    if isinstance(value, (list, tuple)):
-        return [_described(item) for item in value]
-    return value
+    if type(value) in FIELDS:
+        value = [getattr(value, name) for name in FIELDS[type(value)]]
+    return [_described(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _outcome(case: Case, scene: Any, name: str, form: str, line: int, changes: bool = False) -> tuple[object, int]:
