@@ -50,7 +50,8 @@ def test_rows_are_those_of_numpy(pooled: Device, width: int, leading: tuple[int,
     target = on_device(pooled, out)
     table = pooled.views.table(target)
     planes = [(start, *value) for start, value in zip(table.starts(), values, strict=True)]
-    pooled.enqueue(stage(pooled, table, ids[:, :width], rows, planes, 6), pooled.create_stream("tables"))
+    upload = stage(pooled, table, ids[:, :width], rows, planes, 6)
+    pooled.enqueue(upload, pooled.create_stream("tables"))
     pooled.synchronize()
     expected = out.copy()
     for plane, (scale, offset) in zip(expected.reshape(-1, 5, 7), values, strict=True):
@@ -74,9 +75,12 @@ def test_table_uploads_on_one_stream_arrive_in_the_order_of_the_calls(pooled: De
     step = arrays(1, 4, 1, 1, put=lambda values: on_device(pooled, values))
     table, targets = pooled.views.table(out), pooled.views.step(step)
     stream = pooled.create_stream("tables") if own else NULL_STREAM
+    uploads: list[StagedRows | StagedStep] = []  # their buffers live until they are read
     for turn in range(20):
-        pooled.enqueue(stage(pooled, table, np.full((1, 4), turn), [turn % 2], [(0, 1, 0)], 4), stream)
-        pooled.enqueue(stage_steps(pooled, targets, [[turn]], [0], [T], 0), stream)
+        uploads.append(stage(pooled, table, np.full((1, 4), turn), [turn % 2], [(0, 1, 0)], 4))
+        uploads.append(stage_steps(pooled, targets, [[turn]], [0], [T], 0))
+    for upload in uploads:
+        pooled.enqueue(upload, stream)
     pooled.synchronize(pooled.record(stream))
     assert seen(out).tolist() == [[18] * 4, [19] * 4]
     assert seen(step.slot_mapping).tolist() == [19 * T + t for t in range(T)] and seen(step.table).tolist() == [[19]]

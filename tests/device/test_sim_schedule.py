@@ -255,10 +255,3 @@ def test_torn_copies_are_among_the_schedules() -> None:
 
     explore(body, chunk_bytes=128)
     assert seen == {0, 128, 256}
-
-
-def test_devices_are_closed_after_their_schedule() -> None:
-    devices: list[SimDevice] = []
-    explore(devices.append)
-    explore(lambda device: (devices.append(device), device.close()))
-    assert [device.closed for device in devices] == [True, True]
