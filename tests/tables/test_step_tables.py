@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import steps
 from engine import Engine
 from group_engine import GroupsEngine
 from kvpool import KVCacheManager, PoolClosed
@@ -165,21 +164,6 @@ def test_each_group_has_tables_of_its_own(open_: Open) -> None:
         assert_refused(engine.cache, (ValueError, TypeError), "group", arrays(2, 13, 6, 9), ids, **bad)
 
 
-def test_beams_share_blocks_until_they_write(make: Make) -> None:
-    engine = make(T=4, P=16)
-    parent = engine.add(range(6))
-    engine.commit(parent)
-    forks = engine.cache.fork(parent.id, 2).tolist()
-    beams = [parent.id, *forks]
-    engine.cache.append_tokens(beams, [1, 2, 3], [1, 1, 1])
-    engine.cache.reorder(beams, [1, 1, 2])
-    engine.cache.append_tokens(beams, [4, 5, 6], [1, 1, 1])
-    step = engine.cache.tables.step_tables(beams, [7] * 3, [1] * 3)
-    same(step, expected(engine.cache, beams, [7] * 3, [1] * 3))
-    assert len(set(step.slot_mapping.tolist())) == 3 and len(set(step.table[:, 0].tolist())) == 1
-    engine.cache.release(forks)
-
-
 # -- what is refused -----------------------------------------------------------------------------------------
 
 I32 = np.int32
@@ -290,7 +274,3 @@ def test_wrong_sequences_are_refused_and_nothing_is_written(make: Make) -> None:
     for ids in ([], [live]):
         with pytest.raises(PoolClosed):
             engine.cache.tables.step_tables(ids, out=out)
-
-
-def test_steps_share_the_module_of_names() -> None:
-    assert NAMES == steps.NAMES == tuple(name for name in StepTables.__dataclass_fields__ if not name.startswith("_"))
