@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from kvpool import KVCacheManager, PoolClosed
+from kvpool import PoolClosed
 from kvpool.common.changes import Changes, LockHold, from_handler
 from kvpool.common.threads import Bell
 from kvpool.state import verbs
@@ -48,21 +50,27 @@ def fail(error: BaseException) -> Callable[[], object]:
     return call
 
 
-def test_a_change_that_was_made_is_finished_when_the_context_is_left() -> None:
-    for raised in range(1, 4):
-        box, left = Box(), [raised]
+def failing_at_first(box: Box, times: int) -> Callable[[object], None]:
+    """What finishes a change, and raises that many times before."""
+    left = [times]
 
-        def finish(result: object, box: Box = box, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0]:
-                raise Alarm
-            box.seen.append(result)
+    def finish(result: object) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise Alarm
+        box.seen.append(result)
 
-        with suppress(Alarm):
-            box.change(lambda: 7, finish=finish)
-        with suppress(Alarm), box.lock, box.changes:
-            pass
-        assert box.seen == [7] and box.changes.torn is None and not box.changes._open
+    return finish
+
+
+@pytest.mark.parametrize("times", range(3))
+def test_a_change_that_was_made_is_finished_when_the_context_is_left(times: int) -> None:
+    box = Box()
+    with suppress(Alarm):
+        box.change(lambda: 7, finish=failing_at_first(box, times))
+    with suppress(Alarm), box.lock, box.changes:
+        pass
+    assert box.seen == [7] and box.changes.torn is None and not box.changes._open
 
 
 def test_what_finishes_a_change_may_enter_the_context_again() -> None:
@@ -88,33 +96,19 @@ def test_only_an_exception_out_of_a_step_tears_a_state(verb: str) -> None:
     assert "OverflowError: half-way" in str(box.changes.torn) and not box.seen
 
 
-def test_a_call_inside_a_change_finishes_its_own_and_leaves_alone_the_one_around_it() -> None:
+@pytest.mark.parametrize(("times", "seen"), [(0, ["inner", "outer"]), (2, ["outer", "inner"])])
+def test_a_call_inside_a_change_finishes_its_own_at_the_latest_before_the_one_around_it_ends(
+    times: int, seen: list[str]
+) -> None:
     box = Box()
 
-    def inner() -> int:
-        box.change(lambda: "inner")
-        return 1
-
-    box.change(inner, finish=lambda result: box.seen.append("outer"))
-    assert box.seen == ["inner", "outer"]
-
-
-def test_what_a_call_inside_could_not_finish_is_finished_before_the_one_around_it_ends() -> None:
-    box, left = Box(), [2]
-
-    def finish(result: object) -> None:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise Alarm
-        box.seen.append(result)
-
-    def inner() -> int:
+    def inner() -> str:
         with suppress(Alarm):
-            box.change(lambda: "inner", finish=finish)
-        return 1
+            box.change(lambda: "inner", finish=failing_at_first(box, times))
+        return "outer"
 
     box.change(inner)
-    assert box.seen == [1, "inner"] and not box.changes._open
+    assert box.seen == seen and not box.changes._open
 
 
 class Block(LockHold):
@@ -180,11 +174,9 @@ def test_an_exception_is_known_to_come_from_a_handler() -> None:
     assert from_handler(KeyboardInterrupt()) and not from_handler(OSError())
 
 
-def broken(cache: KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a jitted function end half-way."""
-    with monkeypatch.context() as patched, pytest.raises(ArithmeticError):
-        patched.setattr(verbs, "commit", lambda *_: fail(ArithmeticError("half-way"))())
-        cache.commit(cache.add_sequence([1]))
+def half_way(*arguments: object) -> None:
+    """In the place of a jitted function: it ends half-way."""
+    raise ArithmeticError("half-way")
 
 
 def test_a_pool_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_close(
@@ -193,7 +185,9 @@ def test_a_pool_whose_verb_has_ended_half_way_refuses_all_but_stats_verify_and_c
     desk = Desk("cpu")
     desk.ready()
     cache, copies = desk.cache, desk.cache.core.transfer.moved.nbytes
-    broken(cache, monkeypatch)
+    with monkeypatch.context() as patched, pytest.raises(ArithmeticError):
+        patched.setattr(verbs, "commit", half_way)
+        cache.commit(cache.add_sequence([1]))
     for call in (
         lambda: cache.add_sequence([1, 2]),
         lambda: cache.pin(desk.known.keys),
@@ -256,7 +250,7 @@ def test_a_destructor_that_tears_the_state_ends_the_call_around_it(monkeypatch: 
         gc.collect()
         learn(keys)
 
-    monkeypatch.setattr(verbs, "commit", lambda *_: fail(ArithmeticError("half-way"))())
+    monkeypatch.setattr(verbs, "commit", half_way)
     owners = [Ends(lambda: cache.commit(other))]
     monkeypatch.setattr(cache.core.names, "learn", meanwhile)
     with pytest.raises(PoolClosed, match="in doubt"):
@@ -272,9 +266,10 @@ def test_a_callback_that_raises_anywhere_leaves_a_call_done(come: str) -> None:
         desk.ready()
         calls: list[int] = []
 
-        def act(calls: list[int] = calls) -> None:
-            calls.append(desk.cache.add_sequence([1, 2, 3]))
-            raise Alarm
+        def act(*arguments: object, calls: list[int] = calls) -> None:
+            if arguments[:1] != ("stop",):
+                calls.append(desk.cache.add_sequence([1, 2, 3]))
+                raise Alarm
 
         kept: list[Any] = []
         if come == "destructor":
@@ -282,10 +277,10 @@ def test_a_callback_that_raises_anywhere_leaves_a_call_done(come: str) -> None:
         elif come == "weakref":
             target = Box()
             target.seen.append(target)
-            kept.append(weakref.ref(target, lambda _, act=act: act()))
+            kept.append(weakref.ref(target, act))
             del target
         else:
-            gc.callbacks.append(lambda phase, _, act=act: act() if phase == "start" else None)
+            gc.callbacks.append(act)
         before = gc.get_threshold()
         gc.set_threshold(k, 10**6, 10**6)
         gc.enable()
@@ -305,17 +300,14 @@ def test_a_clock_that_raises_changes_nothing() -> None:
     desk = Desk("cpu")
     for name, verb in VERBS.items():
         desk.ready()
-        act, before = verb(desk), desk.counts()
+        act, before, returned = verb(desk), desk.counts(), False
         desk.cache.core.clock = fail(Alarm())  # type: ignore[assignment]
-        raised = True
-        try:
+        with suppress(Alarm):
             act()
-            raised = False
-        except Alarm:
-            pass
+            returned = True
         desk.cache.core.clock = desk.clock
         desk.check(name)
-        if raised and name not in ("revoke", "pin_context", "reserve_context"):
+        if not returned and name not in ("revoke", "pin_context", "reserve_context"):
             assert desk.counts() == before, name
         clear(desk, name)
 
@@ -323,50 +315,45 @@ def test_a_clock_that_raises_changes_nothing() -> None:
 # -- waiting ---------------------------------------------------------------------------------------------
 
 
+def everywhere(call: Callable[[], object]) -> Iterator[At]:
+    """Calls that an exception meets at each of their instructions."""
+    for k in itertools.count(1):
+        at = At(k)
+        at.run(call)
+        yield at
+        if not at.reached:
+            break
+
+
 def test_a_condition_keeps_its_lock_where_a_handler_raises() -> None:
     """Why ``Bell`` is there: this is what it would do otherwise."""
-
-    def wait(condition: threading.Condition) -> None:
-        with condition:
-            pass
-
-    kept, k, reached = 0, 0, True
-    while reached:
-        k += 1
-        condition = threading.Condition(threading.Lock())
-        at = At(k)
-        at.run(lambda condition=condition: wait(condition))
-        reached = at.reached
-        free = condition._lock.acquire(blocking=False)  # type: ignore[attr-defined]
-        kept += not free
+    condition = threading.Condition(threading.Lock())
+    kept = 0
+    for _ in everywhere(lambda: condition.__enter__() and condition.__exit__(None, None, None)):
+        kept += not condition.acquire(blocking=False)
+        condition.release()
     assert kept
 
 
 def test_a_wait_that_a_handler_ends_keeps_no_other_thread_waiting() -> None:
-    reached, k = True, 0
-    while reached:
-        k += 1
-        bell, rung = Bell(), list[bool]()
-        at = At(k)
-        at.run(lambda bell=bell: bell.wait_for(lambda: False, 0.001))
-        reached = at.reached
-        ringer = threading.Thread(target=lambda bell=bell, rung=rung: (bell.ring(), rung.append(True)), daemon=True)
+    bell, places = Bell(), 0
+    for at in everywhere(lambda: bell.wait_for(lambda: False, 0.001)):
+        places += 1
+        ringer = threading.Thread(target=bell.ring, daemon=True)
         ringer.start()
         ringer.join(600)
-        assert rung, at.where
-    assert k > 10
+        assert not ringer.is_alive(), at.where
+    assert places > 10
 
 
 def test_a_bell_wakes_all_who_wait() -> None:
-    bell, come, done = Bell(), [False], list[Any]()
-    threads = [threading.Thread(target=lambda: done.append(bell.wait_for(lambda: come[0], 60))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    come[0] = True
-    bell.ring()
-    for thread in threads:
-        thread.join(600)
-    assert done == [True] * 4 and not bell.wait_for(lambda: False, 0) and not bell._waiting
+    bell, come = Bell(), [False]
+    with ThreadPoolExecutor(4) as threads:
+        waits = [threads.submit(bell.wait_for, lambda: come[0], 60) for _ in range(4)]
+        come[0] = True
+        bell.ring()
+        assert all(wait.result() for wait in waits)
+    assert not bell.wait_for(lambda: False, 0) and not bell._waiting
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------

@@ -69,12 +69,12 @@ LOCKS: dict[str, Callable[[KVCacheManager], Any]] = {
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheManager, lock: str) -> None:
-    sequence, prompt = cache.add_sequence([*range(8)]), cache.block_keys(range(50, 54))
+    sequence, prompt = cache.add_sequence(range(8)), cache.block_keys(range(50, 54))
 
     def child() -> None:
         refuses(
-            lambda: cache.add_sequence([*range(5)]),
-            lambda: cache.match_prefix([*range(8)]),
+            lambda: cache.add_sequence(range(5)),
+            lambda: cache.match_prefix(range(8)),
             lambda: cache.imports.import_blocks(prompt, [bytes(cache.layout.block_bytes)]),
             lambda: cache.tables.copy_batch_block_offsets(np.zeros((1, 8), np.int32), [sequence]),
             lambda: cache.exclusive().__enter__(),
@@ -86,11 +86,11 @@ def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheM
     with held(LOCKS[lock](cache)):
         in_child(child)
     cache.release(sequence)
-    in_child(lambda: cache.release(cache.add_sequence([*range(8)])))
+    in_child(lambda: cache.release(cache.add_sequence(range(8))))
 
 
 def test_a_child_that_is_forked_inside_a_block_ends_it(cache: KVCacheManager) -> None:
-    sequence = cache.add_sequence([*range(8)])
+    sequence = cache.add_sequence(range(8))
 
     def child() -> None:
         cache.release(sequence)
@@ -125,16 +125,13 @@ def test_a_child_does_not_wait_for_a_compiler_that_is_not_there() -> None:
 
 
 def test_a_pool_in_shared_memory_refuses_a_child_and_keeps_its_parent() -> None:
-    with KVCacheManager(
-        small_layout(T), device_blocks=8, host_blocks=8, device="cpu", memory=MemoryOptions(shared=True)
-    ) as cache:
-        sequence = cache.add_sequence([*range(9)])
+    options: dict[str, Any] = {"device": "cpu", "memory": MemoryOptions(shared=True)}
+    with KVCacheManager(small_layout(T), device_blocks=8, host_blocks=8, **options) as cache:
+        sequence = cache.add_sequence(range(9))
         cache.commit(sequence)
-        in_child(
-            lambda: refuses(lambda: cache.content.offload([*range(9)]), cache.stats, lambda: cache.close(force=True))
-        )
+        in_child(lambda: refuses(lambda: cache.content.offload(range(9)), cache.stats, lambda: cache.close(force=True)))
         cache.release(sequence)
-        assert cache.content.offload([*range(9)]) == 2
+        assert cache.content.offload(range(9)) == 2
 
 
 def test_what_a_child_maps_is_not_where_its_parent_has_shared_memory() -> None:
@@ -196,7 +193,7 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
         with engine.cache, pool_lab.make_manager(engine, pool_lab.store()) as manager:
             job = queue.find(queue.secret.derive_keys(names(1)))
             assert gate.reached.wait(600)
-            prefetch = manager.prefetch([*range(40)])
+            prefetch = manager.prefetch(range(40))
             key, row, space = queue.secret.derive_keys(names(1)), np.arange(1), Space(bytes(16), memory())
             calls = [
                 lambda: job.wait(),

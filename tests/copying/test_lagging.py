@@ -4,7 +4,7 @@ others before it returns."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,11 @@ class Counted(WrappedDevice):
         super().copy_blocks(moves, stream, layers)
 
 
+Made = tuple[KVCacheManager, Counted]
+
+
 @pytest.fixture
-def made() -> Any:
+def made() -> Iterator[tuple[KVCacheManager, Counted]]:
     """A pool whose device takes 3 moves at once, with the prompt on the host alone."""
     sim = SimDevice(0, progress=0.3)
     sim.at_once = 3
@@ -51,14 +54,22 @@ def made() -> Any:
     sequence = cache.add_sequence(PROMPT)
     cache.commit(sequence)
     cache.release(sequence)
-    cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
+    push_out(cache)
     device.calls.clear()
     yield cache, device
     device.may.set()
     device.refused = -1
-    cache.close()
+    cache.close(force=True)
     sim.close()
     assert not sim.races
+
+
+def push_out(cache: KVCacheManager) -> None:
+    cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
+
+
+def no_thread(call: Callable[[], None]) -> None:
+    """In the place of ``Transfer.start``: the thread never comes."""
 
 
 def wait_for_thread(cache: KVCacheManager) -> None:
@@ -68,7 +79,7 @@ def wait_for_thread(cache: KVCacheManager) -> None:
     assert ended.wait(600)
 
 
-def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
+def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Made) -> None:
     cache, device = made
     device.may.clear()
     assert cache.content.prefetch(PROMPT) == BLOCKS
@@ -77,41 +88,40 @@ def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
     wait_for_thread(cache)
     assert [moves for moves, _ in device.calls] == [3, 3, 2]
     assert threading.get_ident() not in {thread for _, thread in device.calls}
-    admitted = cache.add_sequence_batch([PROMPT])
-    assert admitted.device_tokens.tolist() == [BLOCKS * WIDTH]
-    cache.release(admitted.ids)
+    assert cache.add_sequence_batch([PROMPT]).device_tokens.tolist() == [BLOCKS * WIDTH]
 
 
-@pytest.mark.parametrize("call", ["add", "pin", "commit", "close"])
-def test_a_call_that_follows_has_everything_enqueued_when_it_returns(made: Any, call: str) -> None:
+CALLS: dict[str, Callable[[KVCacheManager], object]] = {
+    "add": lambda cache: cache.add_sequence(PROMPT),
+    "pin": lambda cache: cache.pin(cache.block_keys(PROMPT).keys, tier="device").close(),
+    "commit": lambda cache: cache.commit(cache.sequences),
+    "close": lambda cache: cache.close(force=True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_follows_has_everything_enqueued_when_it_returns(made: Made, call: str) -> None:
     cache, device = made
-    running = cache.add_sequence([5])
-    cache.core.transfer.start = lambda call: None  # the thread never comes
+    cache.add_sequence([5])
+    cache.core.transfer.start = no_thread  # type: ignore[method-assign]
     assert cache.content.prefetch(PROMPT) == BLOCKS
-    calls: dict[str, Callable[[], Any]] = {
-        "add": lambda: cache.release(cache.add_sequence(PROMPT)),
-        "pin": lambda: cache.pin(cache.block_keys(PROMPT).keys, tier="device").close(),
-        "commit": lambda: cache.commit(running),
-        "close": cache.close,
-    }
-    calls[call]()
+    CALLS[call](cache)
     assert sum(moves for moves, _ in device.calls) == BLOCKS
     assert {thread for _, thread in device.calls} == {threading.get_ident()}
 
 
-def test_the_lock_is_free_between_the_parts_of_a_large_batch(made: Any) -> None:
+def test_the_lock_is_free_between_the_parts_of_a_large_batch(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, device = made
     transfer, seen = cache.core.transfer, []
     copy = transfer._copy
-    transfer._copy = lambda *args: (seen.append(transfer.enqueuing), copy(*args))  # type: ignore[method-assign]
-    admitted = cache.add_sequence_batch([PROMPT])
+    monkeypatch.setattr(transfer, "_copy", lambda *args: (seen.append(transfer.enqueuing), copy(*args)))
+    cache.add_sequence(PROMPT)
     assert [moves for moves, _ in device.calls] == [3, 3, 2] and seen == [True] * 3
-    cache.release(admitted.ids)
 
 
-def test_a_copy_that_is_refused_after_the_call_raises_at_the_next_one_that_names_it(made: Any) -> None:
+def test_a_copy_that_is_refused_after_the_call_raises_at_the_next_one_that_names_it(made: Made) -> None:
     cache, device = made
-    cache.core.transfer.start = lambda call: None
+    cache.core.transfer.start = no_thread  # type: ignore[method-assign]
     cache.content.prefetch(PROMPT)
     device.refused = 4
     sequence = cache.add_sequence(PROMPT)  # names none of its own yet; its hits include what is refused now
@@ -119,10 +129,9 @@ def test_a_copy_that_is_refused_after_the_call_raises_at_the_next_one_that_names
     with pytest.raises(DeviceError, match="lost a block"):
         cache.append_tokens(sequence, [1])
     assert cache.stats().lost_blocks >= 1
-    cache.release(sequence)
 
 
-def test_a_batch_goes_on_behind_an_error_that_is_not_a_refusal(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_goes_on_behind_an_error_that_is_not_a_refusal(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, device = made
     transfer, fails = cache.core.transfer, [True]
     copy = transfer._copy
@@ -137,20 +146,19 @@ def test_a_batch_goes_on_behind_an_error_that_is_not_a_refusal(made: Any, monkey
     with pytest.raises(MemoryError):
         cache.add_sequence(PROMPT)
     monkeypatch.undo()
-    admitted = cache.add_sequence_batch([PROMPT])
+    cache.add_sequence(PROMPT)
     assert [moves for moves, _ in device.calls] == [3, 3, 2]
     cache.verify()
-    cache.release(admitted.ids)
 
 
-def test_one_thread_serves_all_decisions_and_ends_with_the_pool(made: Any) -> None:
+def test_one_thread_serves_all_decisions_and_ends_with_the_pool(made: Made) -> None:
     cache, device = made
     worker = cache.core.transfer._worker
     assert not worker.running, "none where nothing has lagged"
     for _ in range(3):
         assert cache.content.prefetch(PROMPT) == BLOCKS
         wait_for_thread(cache)
-        cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
+        push_out(cache)
     assert worker.running and len({caller for _, caller in device.calls} - {threading.get_ident()}) == 1
     device.may.clear()
     assert cache.content.prefetch(PROMPT) == BLOCKS
@@ -174,29 +182,29 @@ def test_the_thread_of_a_pool_that_nobody_closed_ends_with_it() -> None:
     sim.close()
 
 
-def test_a_child_enqueues_itself_what_the_thread_of_its_parent_would(made: Any) -> None:
+def test_a_child_enqueues_itself_what_the_thread_of_its_parent_would(made: Made) -> None:
     cache, device = made
     cache.content.prefetch(PROMPT)
     wait_for_thread(cache)
-    cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
+    push_out(cache)
 
     def child() -> None:
         device.calls.clear()
         assert cache.content.prefetch(PROMPT) == BLOCKS
-        cache.release(cache.add_sequence(PROMPT))
+        cache.add_sequence(PROMPT)
         assert sum(moves for moves, _ in device.calls) == BLOCKS
-        cache.close()
+        cache.close(force=True)
 
     in_child(child)
 
 
-def test_without_a_thread_the_caller_enqueues(made: Any) -> None:
+def test_without_a_thread_the_caller_enqueues(made: Made) -> None:
     cache, device = made
 
     def none(call: Callable[[], None]) -> None:
         raise RuntimeError("can't start new thread")
 
-    cache.core.transfer.start = none
+    cache.core.transfer.start = none  # type: ignore[method-assign]
     cache.content.prefetch(PROMPT)
     assert {thread for _, thread in device.calls} == {threading.get_ident()}
 

@@ -3,6 +3,7 @@ read, how early the first token comes, and what becomes of it when a copy is ref
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError
+from kvpool.pool.prompts import LayerLoads
 from tests.race.lab import Lab
 from tests.race.test_races import X, Y, failing_lab, on_the_host
 
@@ -22,33 +24,25 @@ PROMPT = list(range(BLOCKS * WIDTH)) + [999]
 
 
 class Timed(WrappedDevice):
-    """Adds up when each stream would be done: a copy takes that many seconds a byte, and events hold streams back."""
+    """Adds up when each stream would be done: copying all blocks takes a second, and events hold streams back."""
 
     def __init__(self, inner: SimDevice) -> None:
         super().__init__(inner)
-        self.done: dict[int, float] = {}
+        self.done = defaultdict[int, float](float)
         self.times: dict[DeviceEvent, float] = {}
-        self.seconds_per_byte = 0.0
-        self.block_bytes = 0
-
-    def work(self, stream: Stream, seconds: float) -> float:
-        """Enqueue work that takes this long. Return when it is done."""
-        self.done[stream.handle] = self.done.get(stream.handle, 0.0) + seconds
-        return self.done[stream.handle]
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         super().copy_blocks(moves, stream, layers)
-        nbytes = len(moves) * self.block_bytes * len(layers.of(LAYERS)) / LAYERS
-        self.work(stream, nbytes * self.seconds_per_byte)
+        self.done[stream.handle] += len(moves) / BLOCKS * len(layers.of(LAYERS)) / LAYERS
 
     def record(self, stream: Stream) -> DeviceEvent:
         event: DeviceEvent = super().record(stream)
-        self.times[event] = self.done.get(stream.handle, 0.0)
+        self.times[event] = self.done[stream.handle]
         return event
 
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
         super().wait(stream, event)
-        self.done[stream.handle] = max(self.done.get(stream.handle, 0.0), self.times.get(event, 0.0))
+        self.done[stream.handle] = max(self.done[stream.handle], self.times.get(event, 0.0))
 
 
 def first_token(parts: int | None) -> float:
@@ -56,15 +50,10 @@ def first_token(parts: int | None) -> float:
     device = Timed(SimDevice(0, progress=0.0))
     layout = BlockLayout(LAYERS, 1, 2, WIDTH)
     with KVCacheManager(layout, device_blocks=BLOCKS + 1, host_blocks=BLOCKS, device=device) as cache:
-        sequence = cache.add_sequence(PROMPT)
-        cache.commit(sequence)
-        cache.release(sequence)
-        cache.release(cache.add_sequence([7] * len(PROMPT)), store=False)  # the prompt goes to the host
+        put_on_the_host(cache, PROMPT, [7] * len(PROMPT))
         device.synchronize()
         device.done.clear()
         device.times.clear()
-        device.block_bytes = layout.block_bytes
-        device.seconds_per_byte = 1.0 / (BLOCKS * layout.block_bytes)
         stream = device.create_stream("engine")
         loads = None if parts is None else cache.imports.layer_loads(stream, parts=parts)
         admitted = cache.add_sequence_batch([PROMPT], **({"stream": stream} if loads is None else {"loads": loads}))
@@ -72,62 +61,58 @@ def first_token(parts: int | None) -> float:
         for layer in range(LAYERS):
             if loads is not None:
                 loads.wait(layer)
-            device.work(stream, 1.0 / LAYERS)
+            device.done[stream.handle] += 1.0 / LAYERS
         done = device.done[stream.handle]
         cache.release(admitted.ids)
     device.inner.close()
     return done
 
 
-def test_the_first_token_of_a_long_hit_comes_after_the_longer_of_copy_and_compute() -> None:
-    together, layered, coarse = (first_token(parts) for parts in (None, LAYERS, 8))
-    print(f"copy 1 s, compute 1 s: {together:.3f} s as a whole, {layered:.3f} s by layers, {coarse:.3f} s in 8 parts")
-    assert together == pytest.approx(2.0)
-    assert layered <= 1.1 * 1.0 + 1 / LAYERS
-    assert coarse == pytest.approx(1 + 1 / 8)
+def put_on_the_host(cache: KVCacheManager, prompt: list[int], other: list[int]) -> None:
+    """Cache a prompt, and have another one push it out of the device."""
+    sequence = cache.add_sequence(prompt)
+    cache.commit(sequence)
+    cache.release(sequence)
+    cache.release(cache.add_sequence(other), store=False)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_a_layer_that_is_read_before_its_event_is_a_race(parts: int, waits: bool) -> None:
-    for seed in range(3):
-        lab = Lab(3, 2, seed=seed)
-        on_the_host(lab)
-        loads = lab.cache.imports.layer_loads(lab.a, parts=parts)
-        admitted = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads)
-        assert admitted.host_tokens.tolist() == [2]
-        for layer in range(2):
-            if waits:
-                loads.wait(layer)
-            lab.read_layers(int(admitted.ids[0]), X[:2], [layer])
-        lab.cache.release(admitted.ids)
-        races = lab.findings()
-        assert bool(races) != waits, f"seed {seed}: {races}"
-
-
-def test_only_the_layers_that_have_come_may_be_read() -> None:
-    lab = Lab(3, 2)
+def loading(parts: int = 2, **options: Any) -> tuple[Lab, LayerLoads, NDArray[np.int64]]:
+    """A pool that loads a prompt from the host, part by part: the loads, and the sequence."""
+    lab = Lab(3, 2, **options)
     on_the_host(lab)
-    loads = lab.cache.imports.layer_loads(lab.a, parts=2)
-    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads).ids
-    loads.wait(0)
-    lab.read_layers(int(ids[0]), X[:2], [0])
-    assert not lab.sim.races
-    lab.read_layers(int(ids[0]), X[:2], [1])
-    assert len(lab.sim.races) == 1
-    lab.cache.release(ids)
-    assert lab.findings()
+    loads = lab.cache.imports.layer_loads(lab.a, parts=parts)
+    admitted = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads)
+    assert admitted.host_tokens.tolist() == [2]
+    return lab, loads, admitted.ids
+
+
+@pytest.mark.parametrize(("parts", "seconds"), [(None, 2.0), (8, 1 + 1 / 8), (LAYERS, 1 + 1 / LAYERS)])
+def test_the_first_token_of_a_long_hit_comes_after_the_longer_of_copy_and_compute(
+    parts: int | None, seconds: float
+) -> None:
+    assert first_token(parts) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("waits", [2, 1, 0])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_a_layer_that_is_read_before_its_event_is_a_race(parts: int, waits: int) -> None:
+    for seed in range(3):
+        lab, loads, ids = loading(parts, seed=seed)
+        for layer in range(2):
+            if layer < waits:
+                loads.wait(layer)
+            lab.read_layers(int(ids[0]), X[:2], [layer])
+        lab.cache.release(ids)
+        races = lab.findings()
+        assert bool(races) == (waits < min(2, parts)), f"seed {seed}: {races}"
 
 
 @pytest.mark.parametrize("then", ["commit", "release", "another stream"])
 def test_who_comes_after_an_engine_that_waited_for_no_layer_waits_for_all(then: str) -> None:
-    lab = Lab(3, 2)
-    on_the_host(lab)
-    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=lab.cache.imports.layer_loads(lab.a, parts=2)).ids
+    lab, _, ids = loading()
     if then == "commit":
         lab.cache.commit(ids)
-        lab.cache.block_table(ids, lab.b)
-    elif then == "release":
+    if then == "release":
         lab.cache.release(ids)
         ids = lab.cache.add_sequence_batch([lab.prompt(X)], stream=lab.b).ids
     else:
@@ -172,24 +157,19 @@ def test_all_groups_of_layers_come_in_parts_of_their_own() -> None:
     sim = SimDevice(0, progress=0.3)
     groups = [LayerGroup(BlockLayout(layers, 1, 2, 2)) for layers in (3, 2)]
     with KVCacheManager(groups=groups, device_blocks=[3, 3], host_blocks=[2, 2], device=sim) as cache:
-        sequence = cache.add_sequence(X)
-        cache.commit(sequence)
-        cache.release(sequence)
-        cache.release(cache.add_sequence(Y), store=False)
+        put_on_the_host(cache, X, Y)
         loads = cache.imports.layer_loads(parts=3)
         admitted = cache.add_sequence_batch([X], loads=loads)
         assert admitted.host_tokens.tolist() == [2]
         for group, layers in ((0, 3), (1, 2)):
-            block = (
-                int(cache.block_table(admitted.ids, group=group).dense()[0, 0]) + cache.groups[group].first_device_block
-            )
+            (block, *_), *_ = cache.block_table(admitted.ids, group=group).dense().tolist()
+            row = (block + cache.groups[group].first_device_block, 0, 2)
             for layer in range(layers):
                 loads.wait(layer, group=group)
-                sim.launch(None, lambda: None, reads=[(block, 0, 2)], layers=Layers(layer, layers))
-        with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
-            loads.wait(2, group=1)
-        with pytest.raises(ValueError, match="group"):
-            loads.wait(0)
+                sim.launch(None, lambda: None, reads=[row], layers=Layers(layer, layers))
+        for layer, wrong, message in ((2, {"group": 1}, "layer: expected 0 to 1, got 2"), (0, {}, "group")):
+            with pytest.raises(ValueError, match=message):
+                loads.wait(layer, **wrong)
         cache.release(admitted.ids)
         sim.synchronize()
     assert not sim.races
