@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import Engine
-from kvpool import BlockKeys
-from kvpool.device.base import Device
+from engine import Engine, small_layout
+from kvpool import BlockKeys, KVCacheManager
 from kvpool.device.cpu import CpuDevice
 from kvpool.errors import (
     BlockNotFound,
+    DeviceError,
     InsufficientMemory,
     LeaseExpired,
     OutOfBlocks,
@@ -26,7 +29,6 @@ from kvpool.pool.keys import Scope
 from kvpool.state import records
 
 Make = Callable[..., Engine]
-SECRET = b"0123456789abcdef"
 
 
 class Interceptor(CpuDevice):
@@ -41,32 +43,42 @@ class Interceptor(CpuDevice):
         super().copy_blocks(moves, stream)
 
 
+def refuse() -> None:
+    raise DeviceError("no")
+
+
+@contextmanager
+def full_pool(**options: Any) -> Iterator[tuple[KVCacheManager, Interceptor]]:
+    """A pool of one device block, which holds a cached prompt: the next one offloads it."""
+    device = Interceptor()
+    with KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device, **options) as cache:
+        sequence = cache.add_sequence([0, 1, 2, 3])
+        cache.commit(sequence)
+        cache.release(sequence)
+        yield cache, device
+        cache.verify()
+    device.close()
+
+
 @pytest.mark.parametrize("wrap", [lambda a: a, lambda a: a[:], memoryview, lambda a: a.view(np.recarray)])
 def test_keys_survive_a_reused_token_buffer(make: Make, wrap: Callable[[Any], Any]) -> None:
-    engine = make()
-    buffer = np.arange(9, dtype=np.int32)
-    keys = engine.cache.block_keys(wrap(buffer))
-    buffer[:] = 99
-    assert keys.tokens.tolist() == list(range(9))
-    sequence = engine.cache.add_sequence(keys)
-    engine.cache.commit(sequence)
-    engine.cache.release(sequence)
-    assert engine.cache.match_prefix([99] * 9).tokens == 0
-    assert engine.cache.match_prefix(list(range(9))).tokens == 8
+    cache, buffer, images = make().cache, np.arange(9, dtype=np.int32), np.ones(9, np.int64)
+    keys, with_images = cache.block_keys(wrap(buffer)), cache.block_keys(range(9), extra_ids=images)
+    buffer[:], images[:] = 99, 2
+    assert keys.tokens.tolist() == [*range(9)]
+    assert with_images.extra_ids is not None and with_images.extra_ids.tolist() == [1] * 9
+    sequence = cache.add_sequence(keys)
+    cache.commit(sequence)
+    cache.release(sequence)
+    assert cache.match_prefix([99] * 9).tokens == 0
+    assert cache.match_prefix(range(9)).tokens == 8
 
 
-def test_keys_survive_reused_extra_ids(make: Make) -> None:
-    images = np.ones(9, np.int64)
-    keys = make().cache.block_keys(list(range(9)), extra_ids=images)
-    images[:] = 2
-    assert keys.extra_ids is not None and keys.extra_ids.tolist() == [1] * 9
-
-
-def forged_keys(engine: Engine, tokens: Iterable[int], like: Iterable[int]) -> Any:
+def forged_keys(engine: Engine, prompt: BlockKeys, like: BlockKeys) -> BlockKeys:
     """A prompt whose keys are those of another one, and which counts as hashed by the pool."""
-    keys, other = engine.cache.block_keys(list(tokens)), engine.cache.block_keys(list(like))
-    scope = Scope(None, None, (keys.namespace, *keys.root), keys.origin)
-    return BlockKeys.of_private(keys.tokens.copy(), other.keys.copy(), None, scope, engine.cache.core.states.groups)
+    scope = Scope(None, None, (prompt.namespace, *prompt.root), prompt.origin)
+    extra = None if prompt.extra_ids is None else prompt.extra_ids.copy()
+    return BlockKeys.of_private(prompt.tokens.copy(), like.keys.copy(), extra, scope, engine.cache.core.states.groups)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -74,7 +86,7 @@ def test_a_key_that_collides_is_not_a_hit(make: Make, guarded: bool) -> None:
     """With the comparison of tokens taken out, the prompt would get the other's KV."""
     engine = make()
     engine.seed(range(9), committed=8)
-    forged = forged_keys(engine, range(50, 59), range(9))
+    forged = forged_keys(engine, engine.prompt(range(50, 59)), engine.prompt(range(9)))
     if not guarded:
         engine.cache.core.states.disable_guard("tokens_at_hit")
     assert engine.cache.match_prefix(forged).tokens == (0 if guarded else 8)
@@ -92,10 +104,7 @@ def test_a_key_that_collides_is_not_a_hit_for_other_extra_ids(
     engine = make()
     engine.seed(range(9), committed=8, extra_ids=cached)
     engine.cache.block_keys([1], extra_ids=[1])
-    prompt, keys = engine.prompt(range(9), extra_ids=asked), engine.prompt(range(9), extra_ids=cached).keys
-    scope = Scope(None, None, (prompt.namespace, *prompt.root), prompt.origin)
-    extra = None if asked is None else np.array(asked, np.int64)
-    forged = BlockKeys.of_private(prompt.tokens.copy(), keys.copy(), extra, scope, engine.cache.core.states.groups)
+    forged = forged_keys(engine, *(engine.prompt(range(9), extra_ids=extra) for extra in (asked, cached)))
     same = sum(1 for cached_id, other in zip(cached or [0] * 9, asked or [0] * 9, strict=True) if cached_id == other)
     assert engine.cache.match_prefix(forged).full_tokens == same // 4 * 4
 
@@ -107,7 +116,7 @@ def test_content_whose_key_collides_is_not_published(make: Make, tier: str) -> N
     engine.seed(range(9), committed=8)
     if tier == "host":
         engine.release(engine.add(range(100, 116)), store=False)
-    other = engine.cache.add_sequence(forged_keys(engine, range(50, 59), range(9)))
+    other = engine.cache.add_sequence(forged_keys(engine, engine.prompt(range(50, 59)), engine.prompt(range(9))))
     engine.cache.commit(other)
     engine.cache.release(other, store=False)
     assert engine.add(range(9)).cached == 8, "and its bytes were compared"
@@ -132,24 +141,22 @@ def test_a_pickle_with_keys_of_another_prompt_is_refused(make: Make, batch: bool
 def test_copied_keys_own_what_they_point_to(make: Make, duplicate: Callable[[Any], Any]) -> None:
     engine = make()
     engine.seed(range(9), committed=8)
-    keys = engine.cache.block_keys(list(range(9)), extra_ids=None)
+    keys = engine.cache.block_keys(range(9), extra_ids=None)
     other = duplicate(keys)
     del keys
     gc.collect()
     filler = [np.full(9, 7777, np.int32) for _ in range(1000)]
     assert engine.cache.match_prefix(other).tokens == 8 and len(filler) == 1000
-    with pytest.raises(ValueError, match="read-only"):
-        other.tokens[0] = 1
-    with pytest.raises(ValueError, match="read-only"):
-        other.keys[0, 0] = 1
+    for array in (other.tokens, other.keys):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
 
 
 def test_keys_are_refused_by_a_pool_with_another_secret(make: Make) -> None:
-    keys = make().cache.block_keys([1, 2, 3, 4, 5])
     with pytest.raises(ValueError, match="another secret"):
-        make().cache.add_sequence(keys)
-    first, other = make(secret=SECRET), make(secret=SECRET)
-    assert other.cache.add_sequence(first.cache.block_keys([1, 2, 3, 4, 5])) >= 0
+        make().cache.add_sequence(make().cache.block_keys([1, 2, 3, 4, 5]))
+    first, other = (make(secret=b"0123456789abcdef").cache for _ in range(2))
+    assert other.add_sequence(first.block_keys([1, 2, 3, 4, 5])) >= 0
 
 
 def test_subclasses_of_builtins_do_not_share_a_namespace(make: Make) -> None:
@@ -188,28 +195,20 @@ def test_the_namespace_tag_alone_keeps_prompts_apart(make: Make, names: dict[str
 
 def test_no_two_names_of_a_namespace_are_taken_for_each_other(make: Make) -> None:
     cache = make().cache
-    salts, adapters = (None, "", b"", "1", b"1"), (None, "", 1, "1", 0)
-    tags = {cache.block_keys([1], salt=salt, adapter_id=adapter).namespace for salt in salts for adapter in adapters}
-    assert len(tags) == 25
-    roots = {
-        tuple(cache.block_keys([1] * 4, salt=salt, adapter_id=adapter).keys[0].tolist())
-        for salt in salts
-        for adapter in adapters
-    }
-    assert len(roots) == 25
-    assert (
-        cache.block_keys([1], salt="as", adapter_id="b").namespace
-        != cache.block_keys([1], salt="a", adapter_id="sb").namespace
-    )
+    names = [*product((None, "", b"", "1", b"1"), (None, "", 1, "1", 0)), ("as", "b"), ("a", "sb")]
+    keys = [cache.block_keys([1] * 4, salt=salt, adapter_id=adapter) for salt, adapter in names]
+    assert len({prompt.namespace for prompt in keys}) == len(names)
+    assert len({tuple(prompt.keys[0].tolist()) for prompt in keys}) == len(names)
 
 
 def test_what_a_lease_shows_is_not_what_it_unpins(make: Make) -> None:
     engine = make(P=4, S=4)
+    leases = []
     for start in (0, 10):
         engine.seed(range(start, start + 4), committed=4)
-        engine.cache.content.offload(list(range(start, start + 4)))
-    lease = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]), tier="host")
-    other = engine.cache.pin(engine.cache.block_keys([10, 11, 12, 13]), tier="host")
+        engine.cache.content.offload(range(start, start + 4))
+        leases.append(engine.cache.pin(engine.cache.block_keys(range(start, start + 4)), tier="host"))
+    lease, other = leases
     with pytest.raises(ValueError, match="WRITEABLE"):
         lease.blocks.flags.writeable = True
     lease.close()
@@ -241,45 +240,26 @@ def test_the_id_of_a_sequence_that_has_ended_is_nobodys(make: Make) -> None:
     assert cache.sequence_length(running) == 2
 
 
-def test_a_pin_whose_copy_failed_is_not_a_pin(make: Make) -> None:
-    from kvpool.errors import DeviceError
-
-    device = Interceptor()
-    from engine import small_layout
-    from kvpool import KVCacheManager
-
-    with KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device) as cache:
-        keys = cache.block_keys([0, 1, 2, 3])
-        sequence = cache.add_sequence(keys)
-        cache.commit(sequence)
-        cache.release(sequence)
-        transfer = cache.core.transfer
+def test_a_pin_whose_copy_failed_is_not_a_pin() -> None:
+    with full_pool() as (cache, device):
+        keys, transfer = cache.block_keys([0, 1, 2, 3]), cache.core.transfer
         drain = transfer.drain
-
-        def fail() -> None:
-            raise DeviceError("no")
 
         def reader() -> None:
             # Another thread's pin arrives between the decision to offload and its copy, which then fails.
             transfer.drain = drain  # type: ignore[method-assign]
-            device.before = fail
+            device.before = refuse
             assert cache.find_and_pin_host(keys.keys[0]) is None
             drain()
 
         transfer.drain = reader  # type: ignore[method-assign]
         cache.release(cache.add_sequence([9]))
         assert cache.stats().lost_blocks == 1 and not cache.leases
-        cache.verify()
         with pytest.raises(BlockNotFound):
             cache.pin(keys)
-    device.close()
 
 
-def test_a_failed_copy_is_accounted_for_without_the_callers_clock(make: Make) -> None:
-    from engine import small_layout
-    from kvpool import KVCacheManager
-    from kvpool.errors import DeviceError
-
+def test_a_failed_copy_is_accounted_for_without_the_callers_clock() -> None:
     gone: list[bool] = []
 
     def clock() -> int:
@@ -288,61 +268,31 @@ def test_a_failed_copy_is_accounted_for_without_the_callers_clock(make: Make) ->
 
     def fail() -> None:
         gone.append(True)
-        raise DeviceError("no")
+        refuse()
 
-    device = Interceptor()
-    with KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device, clock=clock) as cache:
-        sequence = cache.add_sequence([0, 1, 2, 3])
-        cache.commit(sequence)
-        cache.release(sequence)
+    with full_pool(clock=clock) as (cache, device):
         device.before = fail
         sequence = cache.add_sequence([9])
         assert gone and cache.stats().lost_blocks == 1 and not cache.core.transfer.waiting
         cache.verify()
         gone.clear()
         cache.release(sequence)
-    device.close()
 
 
-def test_a_lease_closed_by_a_destructor_does_not_wait_for_its_own_thread(make: Make) -> None:
-    engine = make(P=4)
-    engine.seed(range(4), committed=4)
-    lease = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]))
-    with engine.cache.core.lock:
-        lease.close()
-    assert lease.closed
-
-
-def test_an_exit_in_a_copy_leaves_it_to_the_next_call(make: Make) -> None:
-    def leave() -> None:
-        raise SystemExit
-
-    from engine import small_layout
-    from kvpool import KVCacheManager
-
-    device = Interceptor()
-    cache = KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device)
-    sequence = cache.add_sequence([0, 1, 2, 3])
-    cache.commit(sequence)
-    cache.release(sequence)
-    device.before = leave
-    with pytest.raises(SystemExit):
-        cache.add_sequence([9])
-    (left,) = cache.sequences
-    assert cache.core.transfer.waiting
-    cache.release(left, store=False)
-    assert not cache.core.transfer.waiting and cache.match_prefix([0, 1, 2, 3, 4]).host_tokens == 4
-    cache.verify()
-    assert cache.stats().lost_blocks == 0
-    cache.close()
-    device.close()
+def test_an_exit_in_a_copy_leaves_it_to_the_next_call() -> None:
+    with full_pool() as (cache, device):
+        device.before = sys.exit
+        with pytest.raises(SystemExit):
+            cache.add_sequence([9])
+        (left,) = cache.sequences
+        assert cache.core.transfer.waiting
+        cache.release(left, store=False)
+        assert not cache.core.transfer.waiting and cache.match_prefix([0, 1, 2, 3, 4]).host_tokens == 4
+        assert cache.stats().lost_blocks == 0
 
 
 def test_a_pool_that_cannot_be_built_gives_its_device_back() -> None:
-    from kvpool import BlockLayout, KVCacheManager
-
-    device: Device = CpuDevice()
-    layout = BlockLayout(1, 1, 1, 1, dtype="uint8", planes=1)
+    device, layout = CpuDevice(), small_layout(1)
     with pytest.raises((InsufficientMemory, MemoryError)):
         KVCacheManager(layout, device_blocks=1 << 20, device=device, max_sequences=1 << 24, max_sequence_tokens=1 << 30)
     KVCacheManager(layout, device_blocks=4, device=device).close()
@@ -351,14 +301,13 @@ def test_a_pool_that_cannot_be_built_gives_its_device_back() -> None:
 
 def test_a_rewind_may_use_what_it_gives_back(make: Make) -> None:
     engine = make(P=4)
-    sequence = engine.cache.add_sequence(list(range(13)))
-    engine.cache.commit(sequence)
-    block = engine.cache.block_table(sequence).dense()[0, 1]
+    sequence = engine.commit(engine.add(range(13)))
+    block = engine.table(sequence)[1]
     with engine.cache.pin_blocks(block):
         assert engine.free() == 0
-        engine.cache.rewind(sequence, 7)
-        assert engine.cache.block_table(sequence).dense()[0, 1] != block
+        engine.rewind(sequence, 7)
+        assert engine.table(sequence)[1] != block
         with pytest.raises(OutOfBlocks):
-            engine.cache.append_tokens(sequence, list(range(9)))
-    engine.cache.release(sequence)
+            engine.cache.append_tokens(sequence.id, range(9))
+    engine.release(sequence)
     assert records.NONE not in engine.order()

@@ -16,21 +16,26 @@ from tests import debug
 Make = Callable[..., Engine]
 
 
-def seed_block(engine: Engine, first: int, **options: Any) -> bytes:
+def seed_block(engine: Engine, first: int = 0, priority: int | None = None) -> bytes:
     """Cache one full block of tokens first..first+3; its key."""
-    tokens = range(first, first + 4)
-    engine.seed(tokens, committed=4, **options)
-    return engine.keys(tokens)[0]
+    retention = None if priority is None else [(0, None, priority, None)]
+    engine.seed(range(first, first + 4), committed=4, retention=retention)
+    return engine.keys(range(first, first + 4))[0]
 
 
-def host_view(engine: Engine, block: int) -> Any:
-    return engine.cache.memory.host_pool[block - engine.cache.device_blocks]
+def push_out(engine: Engine) -> None:
+    """Take the device blocks that nobody holds."""
+    engine.release(engine.add(range(100, 100 + 4 * engine.free())), store=False)
+
+
+def dump(engine: Engine) -> Any:
+    return debug.dump(engine.cache.core.tokens)
 
 
 @pytest.mark.parametrize(("priority", "offloaded"), [(29, 0), (30, 1)])
 def test_the_threshold_decides_between_offload_and_forget(make: Make, priority: int, offloaded: int) -> None:
     engine = make(P=1, S=4, event_capacity=64)
-    key = seed_block(engine, 0, retention=[(0, None, priority, None)])
+    key = seed_block(engine, 0, priority)
     engine.cache.events()
     engine.add([99])
     stats = engine.cache.stats()
@@ -42,30 +47,29 @@ def test_the_threshold_decides_between_offload_and_forget(make: Make, priority: 
 
 def test_content_that_nobody_reused_may_be_forgotten(make: Make) -> None:
     engine = make(P=2, S=2, eviction=EvictionOptions(offload_min_reuse=2))
-    seed_block(engine, 0)
+    seed_block(engine)
     key = seed_block(engine, 10)
     engine.release(engine.add([10, 11, 12, 13, 5]))
-    for token in range(2):
-        engine.add([90 + token])
+    engine.add_batch([[90], [91]])
     assert list(engine.cached("host")) == [key]
 
 
 def test_uses_are_those_of_the_content_not_of_one_copy(make: Make) -> None:
     engine = make(P=3, S=1, eviction=EvictionOptions(offload_min_reuse=2))
-    key = seed_block(engine, 0)
-    assert engine.cache.content.offload(list(range(4))) == 1
+    key = seed_block(engine)
+    assert engine.cache.content.offload(range(4)) == 1
     engine.release(engine.add([0, 1, 2, 3, 5]))
     engine.release(*engine.add_batch([[90], [91], [92]]))
-    assert engine.cache.content.prefetch(list(range(4))) == 1
+    assert engine.cache.content.prefetch(range(4)) == 1
     seed_block(engine, 10)
-    assert engine.cache.content.offload(list(range(10, 14))) == 1, "the host copy is given up"
+    assert engine.cache.content.offload(range(10, 14)) == 1, "the host copy is given up"
     engine.add_batch([[90], [91], [92]])
     assert list(engine.cached("host")) == [key], "used twice, so worth a copy"
 
 
 def test_uses_have_an_end_and_do_not_begin_again(make: Make) -> None:
     engine = make(P=2, S=2, eviction=EvictionOptions(offload_min_reuse=2))
-    key = seed_block(engine, 0)
+    key = seed_block(engine)
     engine.cache.core.tokens.blocks["uses"][engine.cached()[key]] = 65535
     engine.release(engine.add([0, 1, 2, 3, 5]))
     engine.add_batch([[90], [91]])
@@ -74,9 +78,7 @@ def test_uses_have_an_end_and_do_not_begin_again(make: Make) -> None:
 
 def test_the_host_keeps_what_matters_more_than_what_comes(make: Make) -> None:
     engine = make(P=1, S=1)
-    kept = seed_block(engine, 0, retention=[(0, None, 60, None)])
-    seed_block(engine, 10, retention=[(0, None, 50, None)])
-    equal = seed_block(engine, 20, retention=[(0, None, 60, None)])
+    kept, _, equal = (seed_block(engine, first, priority) for first, priority in ((0, 60), (10, 50), (20, 60)))
     assert list(engine.cached("host")) == [kept]
     engine.add([99])
     assert list(engine.cached("host")) == [equal], "of two that matter as much, what comes last stays"
@@ -85,16 +87,16 @@ def test_the_host_keeps_what_matters_more_than_what_comes(make: Make) -> None:
 def test_an_unfull_end_is_forgotten_and_not_offloaded(make: Make) -> None:
     engine = make(P=2, S=2)
     engine.seed(range(6), committed=6)
-    engine.release(engine.add(range(100, 108)), store=False)
-    assert set(engine.cached("host")) == {engine.keys(range(4))[0]} and engine.cache.stats().offloaded_blocks == 1
+    push_out(engine)
+    assert [*engine.cached("host")] == engine.keys(range(4)) and engine.cache.stats().offloaded_blocks == 1
     assert engine.reusable(range(6)) == 4
 
 
 def test_a_kept_host_copy_saves_the_second_offload(make: Make) -> None:
     engine = make(P=1, S=2)
-    key = seed_block(engine, 0)
+    key = seed_block(engine)
     engine.release(engine.add([99]))
-    assert engine.cache.content.prefetch(list(range(4))) == 1
+    assert engine.cache.content.prefetch(range(4)) == 1
     assert key in engine.cached() and key in engine.cached("host")
     engine.add([98])
     stats = engine.cache.stats()
@@ -106,45 +108,40 @@ def test_a_kept_host_copy_saves_the_second_offload(make: Make) -> None:
 def test_a_host_hit_comes_back_with_its_bytes(make: Make) -> None:
     engine = make(P=4, S=4)
     engine.seed(range(13), committed=12)
-    engine.release(engine.add(range(100, 116)))
-    match = engine.cache.match_prefix(list(range(13)))
+    push_out(engine)
+    match = engine.cache.match_prefix(range(13))
     assert (match.device_tokens, match.host_tokens) == (0, 12)
-    sequence = engine.add(range(13))
-    assert sequence.cached == 12
-    assert engine.cache.stats().host.redundant == 3, "the copies stay, as first victims"
+    assert engine.add(range(13)).cached == 12
     stats = engine.cache.stats()
+    assert stats.host.redundant == 3, "the copies stay, as first victims"
     assert (stats.reused_host_tokens, stats.reused_host_blocks, stats.onboarded_blocks) == (12, 3, 3)
 
 
 def test_redundant_copies_are_the_first_host_victims(make: Make) -> None:
     engine = make(P=3, S=2)
-    kept = seed_block(engine, 0, retention=[(0, None, 30, None)])
-    copied = seed_block(engine, 10, retention=[(0, None, 100, None)])
-    assert engine.cache.content.offload([10, 11, 12, 13]) == 1
+    both = {seed_block(engine, 0, 30), seed_block(engine, 10, 100)}
+    assert engine.cache.content.offload(range(10, 14)) == 1
     engine.add_batch([[50], [60]])
-    assert set(engine.cached("host")) == {kept, copied}
+    assert set(engine.cached("host")) == both
     engine = make(P=3, S=1)
-    copied = seed_block(engine, 10, retention=[(0, None, 100, None)])
-    assert engine.cache.content.offload([10, 11, 12, 13]) == 1
-    seed_block(engine, 20, retention=[(0, None, 30, None)])
+    copied = seed_block(engine, 10, 100)
+    assert engine.cache.content.offload(range(10, 14)) == 1
+    other = seed_block(engine, 20, 30)
     engine.add_batch([[50], [60]])
-    assert list(engine.cached("host")) == engine.keys(range(20, 24)), "although the copy's priority is 100"
+    assert list(engine.cached("host")) == [other], "although the copy's priority is 100"
     assert copied in engine.cached()
 
 
 def test_content_that_is_computed_again_makes_its_host_copy_redundant(make: Make) -> None:
     engine = make(P=2, S=2)
-    for first in (0, 10):
-        engine.seed(range(first, first + 4), committed=4)
-    engine.release(engine.add(range(100, 108)), store=False)
+    first, again = seed_block(engine), seed_block(engine, 10)
+    push_out(engine)
     assert len(engine.cached("host")) == 2 and not engine.cached()
     engine.commit(engine.add(range(10, 14)))  # the last token of a prompt is never reused, and so its block is computed
-    assert engine.order("host")[0] == engine.cached("host")[engine.keys(range(10, 14))[0]]
-    engine.seed(range(20, 24), committed=4)
-    engine.cache.content.offload(list(range(20, 24)))
-    assert set(engine.cached("host")) == {engine.keys(range(4))[0], engine.keys(range(20, 24))[0]}, (
-        "what is nowhere else stays"
-    )
+    assert engine.order("host")[0] == engine.cached("host")[again]
+    new = seed_block(engine, 20)
+    engine.cache.content.offload(range(20, 24))
+    assert set(engine.cached("host")) == {first, new}, "what is nowhere else stays"
 
 
 def test_a_duplicate_takes_over_when_the_published_block_is_offloaded(make: Make) -> None:
@@ -153,7 +150,7 @@ def test_a_duplicate_takes_over_when_the_published_block_is_offloaded(make: Make
     engine.commit(first)
     engine.commit(second)
     engine.release(first)
-    engine.release(engine.add(range(100, 112)), store=False)
+    push_out(engine)
     (key,) = engine.keys(range(4))
     assert key in engine.cached("host") and not engine.cached()
     engine.commit(second)
@@ -163,8 +160,8 @@ def test_a_duplicate_takes_over_when_the_published_block_is_offloaded(make: Make
 
 def test_a_host_block_that_a_batch_hits_twice_is_onboarded_once(make: Make) -> None:
     engine = make(P=4, S=4)
-    seed_block(engine, 0)
-    engine.release(engine.add(range(100, 116)))
+    seed_block(engine)
+    push_out(engine)
     first, second = engine.add_batch([[0, 1, 2, 3, 50], [0, 1, 2, 3, 60]])
     assert (first.cached, second.cached) == (4, 4)
     assert engine.table(first)[0] == engine.table(second)[0]
@@ -175,12 +172,21 @@ def test_a_host_block_that_a_batch_hits_twice_is_onboarded_once(make: Make) -> N
 def test_offload_keeps_the_device_copy(make: Make) -> None:
     engine = make(P=4, S=1)
     engine.seed(range(9), committed=8)
-    assert engine.cache.content.offload(list(range(8))) == 1, "the host has room for one"
+    assert engine.cache.content.offload(range(8)) == 1, "the host has room for one"
     engine.cache.verify()
     assert len(engine.cached()) == 2 and len(engine.cached("host")) == 1
     assert engine.free("host") == 1
     engine.release(engine.add(range(9)))
-    engine.release(engine.add(range(100, 116)))
+    push_out(engine)
+
+
+def assert_refused(engine: Engine, *prompts: list[int]) -> OutOfBlocks:
+    """A batch does not fit, and leaves every byte of state."""
+    before = dump(engine)
+    with pytest.raises(OutOfBlocks) as raised:
+        engine.cache.add_sequence_batch(prompts)
+    assert dump(engine) == before
+    return raised.value
 
 
 @pytest.mark.parametrize("P", [6, 8], ids=["a hit is on the host", "hits follow each other in a list"])
@@ -188,39 +194,25 @@ def test_a_failure_late_in_a_batch_leaves_every_byte_of_state(make: Make, P: int
     engine = make(P=P, S=4)
     engine.seed(range(9), committed=8)
     engine.seed(range(20, 29), committed=8)
-    engine.cache.content.offload(list(range(20, 28)))
+    engine.cache.content.offload(range(20, 28))
     engine.add(range(100, 112))
-    before = debug.dump(engine.cache.core.tokens)
-    good = [list(range(9)), [*range(6), 77], [20, 21, 22, 23, 5]]
-    with pytest.raises(OutOfBlocks):
-        engine.cache.add_sequence_batch([*good[:2], list(range(200, 216)), good[2]])
-    assert debug.dump(engine.cache.core.tokens) == before
+    assert_refused(engine, [*range(9)], [*range(6), 77], [*range(200, 216)], [20, 21, 22, 23, 5])
 
 
 def test_a_refused_batch_that_shares_a_beginning_leaves_every_byte_of_state(make: Make) -> None:
     """The block that two requests hold goes back to its list with the first of them, which is undone last."""
     engine = make(P=8)
-    long, short, other = list(range(12)), [*range(4), *range(20, 24)], [*range(4), *range(30, 34)]
-    held = []
-    for tokens in (long, short, other):
-        held.append(engine.add(tokens))
-        engine.cache.commit(held[-1].id)
-    engine.release(*held)
-    before = debug.dump(engine.cache.core.tokens)
-    with pytest.raises(OutOfBlocks):
-        engine.cache.add_sequence_batch([[*short, 9], [*long, 9], list(range(200, 216))])
-    assert debug.dump(engine.cache.core.tokens) == before
+    long, short, other = [*range(12)], [*range(4), *range(20, 24)], [*range(4), *range(30, 34)]
+    engine.release(*[engine.commit(engine.add(tokens)) for tokens in (long, short, other)])
+    assert_refused(engine, [*short, 9], [*long, 9], [*range(200, 216)])
 
 
 def test_a_refused_batch_lets_go_of_the_sources_of_partial_copies(make: Make) -> None:
     engine = make(P=6)
     engine.seed(range(7), committed=7)
     running = engine.add(range(100, 112))
-    before = debug.dump(engine.cache.core.tokens)
-    for batch in ([[*range(6), 77, *range(30, 40)]], [[*range(6), 77], [*range(6), 78], range(30, 46)]):
-        with pytest.raises(OutOfBlocks):
-            engine.cache.add_sequence_batch([list(tokens) for tokens in batch])
-        assert debug.dump(engine.cache.core.tokens) == before
+    assert_refused(engine, [*range(6), 77, *range(30, 40)])
+    assert_refused(engine, [*range(6), 77], [*range(6), 78], [*range(30, 46)])
     engine.release(running)
     assert len(engine.order()) == 6
 
@@ -228,12 +220,10 @@ def test_a_refused_batch_lets_go_of_the_sources_of_partial_copies(make: Make) ->
 def test_a_batch_that_has_no_room_for_its_onboards_is_refused(make: Make) -> None:
     engine = make(P=3, S=3)
     engine.seed(range(8), committed=8)
-    engine.release(engine.add(range(100, 112)), store=False)
+    push_out(engine)
     held = engine.add([50])
-    before = debug.dump(engine.cache.core.tokens)
-    with pytest.raises(OutOfBlocks) as raised:
-        engine.add(range(9))
-    assert (raised.value.needed, raised.value.free) == (3, 2) and debug.dump(engine.cache.core.tokens) == before
+    refused = assert_refused(engine, [*range(9)])
+    assert (refused.needed, refused.free) == (3, 2)
     engine.release(held)
     assert engine.add(range(9)).cached == 8
 
@@ -243,10 +233,9 @@ def test_a_batch_that_has_no_room_for_its_onboards_is_refused(make: Make) -> Non
 
 def test_a_hit_on_a_pinned_block_leaves_it_pinned(make: Make) -> None:
     engine = make(P=2)
-    engine.seed(range(4), committed=4)
+    seed_block(engine)
     lease = engine.cache.pin(engine.prompt(range(4)).keys)
-    sequence = engine.add(range(5))
-    engine.release(sequence)
+    engine.release(engine.add(range(5)))
     assert engine.free() == 1 and engine.cache.stats().device.pinned == 1
     sequence = engine.add(range(5))
     lease.close()
@@ -257,12 +246,11 @@ def test_a_hit_on_a_pinned_block_leaves_it_pinned(make: Make) -> None:
 
 def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
     engine = make(P=4, S=2)
-    seed_block(engine, 0)
-    engine.cache.content.offload(list(range(4)))
-    key = engine.prompt(range(4)).keys[0]
+    key = seed_block(engine)
+    engine.cache.content.offload(range(4))
     lease = engine.cache.find_and_pin_host(key)
     pinned = int(lease.blocks[0])
-    before = host_view(engine, pinned).copy()
+    before = engine.block(pinned).copy()
     engine.live.pop(engine.add(range(5)).id)
     with pytest.raises(PoolBusy):
         engine.cache.clear()
@@ -270,11 +258,11 @@ def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
     engine.cache.verify()
     assert (engine.free(), engine.free("host")) == (4, 1) and not engine.cached() and not engine.cached("host")
     assert engine.cache.find_and_pin_host(key) is None
-    seed_block(engine, 0)
-    engine.cache.content.offload(list(range(4)))
-    assert engine.cached("host") != {key.tobytes(): pinned}, "stored anew elsewhere"
-    assert np.array_equal(host_view(engine, pinned), before)
+    seed_block(engine)
+    engine.cache.content.offload(range(4))
     stored = dict(engine.cached("host"))
+    assert stored != {key: pinned}, "stored anew elsewhere"
+    assert np.array_equal(engine.block(pinned), before)
     lease.close()
     engine.cache.verify()
     assert engine.free("host") == 2 and engine.cached("host") == stored
@@ -282,8 +270,7 @@ def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
 
 def test_a_revoked_lease_takes_nobody_elses_pin(make: Make) -> None:
     engine = make(P=4)
-    seed_block(engine, 0)
-    keys = engine.prompt(range(4)).keys
+    keys = [seed_block(engine)]
     gone, kept = engine.cache.pin(keys, owner="gone"), engine.cache.pin(keys, owner="kept")
     assert engine.cache.revoke("gone") == 1 and engine.cache.revoke("gone") == 0
     with pytest.raises(LeaseExpired):
@@ -295,8 +282,7 @@ def test_a_revoked_lease_takes_nobody_elses_pin(make: Make) -> None:
 
 def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make) -> None:
     engine = make(P=4)
-    seed_block(engine, 0)
-    keys = engine.prompt(range(4)).keys
+    keys = [seed_block(engine)]
     with pytest.raises(LeaseExpired, match="reader"), engine.cache.pin(keys, owner="reader"):
         engine.cache.revoke("reader")
     with pytest.raises(KeyError, match="its own"), engine.cache.pin(keys, owner="reader"):

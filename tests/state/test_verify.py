@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,17 +38,19 @@ from kvpool.state.records import (
 from tests.state.test_chains import BROKEN
 
 Corrupt = Callable[[State], object]
+Kind = Callable[["View"], np.ndarray]
 T = 4
 
 
-def busy_engine() -> Engine:
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Engine]:
     """Two tiers, all kinds of blocks: shared, shared end, duplicate, redundant, host only, tail, with a ttl on both,
     pinned, empty."""
     engine = open_engine(T, 24, 8)
     engine.seed(range(300, 312), committed=12, retention=[(0, 8, 90, 9000), (8, None, 35, None)])
     engine.release(engine.add(range(5000, 5096)), store=False)
     engine.seed(range(12), committed=12)
-    engine.cache.content.offload(list(range(8)))
+    engine.cache.content.offload(range(8))
     for i, priority in enumerate((80, 20, 60)):
         engine.seed(range(1000 * i + 100, 1000 * i + 106), committed=6, retention=[(0, None, priority, 1000 * (3 - i))])
     engine.seed(range(600, 604), committed=4, retention=[(0, None, 50, None)])
@@ -60,14 +63,8 @@ def busy_engine() -> Engine:
     engine.cache.pin(keys, tier="host", owner="reader")
     engine.cache.pin(keys[:1], tier="device", owner="reader")
     engine.cache.verify()
-    return engine
-
-
-@pytest.fixture(scope="module")
-def busy() -> Iterator[Engine]:
-    opened = busy_engine()
-    yield opened
-    opened.cache.close()
+    yield engine
+    engine.cache.close()
 
 
 @pytest.fixture
@@ -97,53 +94,45 @@ class View:
         self.timed = blocks["heap"] != NONE
 
 
-def first(state: State, kind: Callable[[View], np.ndarray]) -> np.void:
-    """The record, writable in place, of the first block of a kind."""
-    return state.blocks[number(state, kind)]
-
-
-def number(state: State, kind: Callable[[View], np.ndarray], which: int = 0) -> int:
+def number(state: State, kind: Kind, which: int = 0) -> int:
     places = np.flatnonzero(kind(View(state)))
     assert len(places) > which, "the busy pool lacks a kind of block"
     return int(places[which])
 
 
-def put(name: str, value: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
+def put(name: str, value: Callable[[State], int] | int, kind: Kind) -> Corrupt:
     """Overwrite one field of the first block of a kind."""
 
     def corrupt(state: State) -> None:
-        first(state, kind)[name] = value
+        state.blocks[number(state, kind)][name] = value(state) if callable(value) else value
 
     return corrupt
 
 
-def add(name: str, value: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
+def add(name: str, value: int, kind: Kind) -> Corrupt:
     def corrupt(state: State) -> None:
-        first(state, kind)[name] += value
+        state.blocks[number(state, kind)][name] += value
 
     return corrupt
 
 
-def flip(flag: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
+def flip(flag: int, kind: Kind) -> Corrupt:
     def corrupt(state: State) -> None:
-        first(state, kind)["flags"] ^= flag
+        state.blocks[number(state, kind)]["flags"] ^= flag
 
     return corrupt
 
 
-def header(slot: str, value: int) -> Corrupt:
-    return lambda state: state.header.__setitem__(slot, value)
+def write(name: str, place: Any, value: Any) -> Corrupt:
+    """Overwrite an element of an array of the state, or a field of its header."""
+    return lambda state: getattr(state, name).__setitem__(place, value(state) if callable(value) else value)
 
 
 def list_of(tier: int, which: int) -> int:
     return tier * LISTS_PER_TIER + which
 
 
-def lists(row: int, column: int, value: int) -> Corrupt:
-    return lambda state: state.lists.__setitem__((row, column), value)
-
-
-def move(kind: Callable[[View], np.ndarray], target: int) -> Corrupt:
+def move(kind: Kind, target: int) -> Corrupt:
     """Take the first block of a kind out of its list and put it at the back of another, with all links right."""
 
     def corrupt(state: State) -> None:
@@ -179,7 +168,7 @@ def swap_heads(name: str) -> Corrupt:
     return corrupt
 
 
-def tokens(kind: Callable[[View], np.ndarray]) -> Corrupt:
+def tokens(kind: Kind) -> Corrupt:
     """Other tokens, but for the first, which chooses the bucket of children."""
 
     def corrupt(state: State) -> None:
@@ -208,10 +197,6 @@ def sequence(name: str, change: int) -> Corrupt:
 
 def dead_row(state: State) -> None:
     state.table[int(np.flatnonzero(state.sequences["live"] == 0)[0]), 0] = 0
-
-
-def heap(place: int, value: int) -> Corrupt:
-    return lambda state: state.heap.__setitem__(place, value)
 
 
 def exchanged_heap(state: State) -> None:
@@ -257,12 +242,12 @@ def host_only(v: View) -> np.ndarray:
 CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("forked", "a sequence takes a shared end for its own", lambda s: s.sequences["forked"].fill(0)),
     ("list links", "prev", add("prev", 1, lambda v: v.empty & (v.state.blocks["prev"] != NONE))),
-    ("list links", "next is the block itself", lambda s: put("next", number(s, empty), empty)(s)),
+    ("list links", "next is the block itself", put("next", lambda s: number(s, empty), empty)),
     ("list links", "next is outside", put("next", 1 << 20, empty)),
     ("list links", "the block names another list", put("list", 0, listed)),
-    ("list links", "length", lists(list_of(DEVICE, EMPTY), 2, 1)),
-    ("list links", "last", lists(list_of(DEVICE, EMPTY), 1, 0)),
-    ("list links", "first is outside", lists(list_of(HOST, EMPTY), 0, -7)),
+    ("list links", "length", write("lists", (list_of(DEVICE, EMPTY), 2), 1)),
+    ("list links", "last", write("lists", (list_of(DEVICE, EMPTY), 1), 0)),
+    ("list links", "first is outside", write("lists", (list_of(HOST, EMPTY), 0), -7)),
     ("listed or held", "a listed block is held", put("ref_word", 1, empty)),
     ("listed or held", "a held block is let go", put("ref_word", 0, duplicate)),
     ("listed or held", "a held block names a list", put("list", 5, duplicate)),
@@ -273,8 +258,8 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("list of content", "an empty block among content", move(empty, list_of(DEVICE, 35))),
     ("list of content", "the only copy among the redundant", move(host_only, list_of(HOST, CLEAN))),
     ("list of content", "priority", add("priority", 1, listed)),
-    ("lowest priority", "device", lists(LOWEST + DEVICE, 0, EMPTY)),
-    ("lowest priority", "host", lists(LOWEST + HOST, 0, EMPTY)),
+    ("lowest priority", "device", write("lists", (LOWEST + DEVICE, 0), EMPTY)),
+    ("lowest priority", "host", write("lists", (LOWEST + HOST, 0), EMPTY)),
     ("saved", "of one copy only", add("saved", 1, lambda v: v.twinned & v.host)),
     ("copies", "one side only", put("other_copy", NONE, lambda v: v.twinned & ~v.host)),
     ("copies", "of what is not published", put("other_copy", 0, duplicate)),
@@ -290,15 +275,15 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("published", "without a key", flip(KEYED, alone)),
     ("index", "a head is gone", head_of("index", NONE)),
     ("index", "two heads are exchanged", swap_heads("index")),
-    ("index", "a chain runs in a circle", lambda s: put("chain", number(s, alone), alone)(s)),
+    ("index", "a chain runs in a circle", put("chain", lambda s: number(s, alone), alone)),
     ("index", "an outsider in a chain", lambda s: head_of("index", number(s, empty))(s)),
     ("children", "a head is gone", head_of("children", NONE)),
     ("children", "two heads are exchanged", swap_heads("children")),
     ("children", "the way back", add("child_prev", 1, lambda v: v.linked)),
-    ("children", "a circle", lambda s: put("child_next", number(s, alone), alone)(s)),
+    ("children", "a circle", put("child_next", lambda s: number(s, alone), alone)),
     ("key", "tokens", tokens(alone)),
     ("key", "parent", add("parent1", 1, alone)),
-    ("key", "secret", lambda s: header("secret0", int(s.header.secret0) ^ 1)(s)),
+    ("key", "secret", write("header", "secret0", lambda s: int(s.header.secret0) ^ 1)),
     ("filled", "published and not full", put("filled", T - 1, alone)),
     ("filled", "a tail of no token", put("filled", 0, lambda v: v.tail)),
     ("filled", "a full tail", put("filled", T, lambda v: v.tail)),
@@ -317,12 +302,12 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("scratch", "a mark", sequence("mark", 1)),
     ("scratch", "an onboard", flip(ONBOARDING, duplicate)),
     ("pending", "what is published", flip(PENDING, alone)),
-    ("rows", "a live one is free", lambda s: s.rows.__setitem__(0, np.flatnonzero(s.sequences["live"])[0])),
-    ("rows", "one is missing", lambda s: header("free_rows", int(s.header.free_rows) - 1)(s)),
-    ("expiries", "size below zero", heap(0, -1)),
-    ("expiries", "size beyond the blocks", heap(0, 1000)),
-    ("expiries", "one is forgotten", lambda s: heap(0, int(s.heap[0]) - 1)(s)),
-    ("expiries", "a member outside", heap(1, 1 << 20)),
+    ("rows", "a live one is free", write("rows", 0, lambda s: np.flatnonzero(s.sequences["live"])[0])),
+    ("rows", "one is missing", write("header", "free_rows", lambda s: int(s.header.free_rows) - 1)),
+    ("expiries", "size below zero", write("heap", 0, -1)),
+    ("expiries", "size beyond the blocks", write("heap", 0, 1000)),
+    ("expiries", "one is forgotten", write("heap", 0, lambda s: int(s.heap[0]) - 1)),
+    ("expiries", "a member outside", write("heap", 1, 1 << 20)),
     ("expiries", "two are exchanged", exchanged_heap),
     ("expiries", "order", lambda s: s.blocks["deadline"].__setitem__(s.heap[1], 1 << 40)),
     ("expiries", "a block says that it is inside", put("heap", 1, empty)),
@@ -332,7 +317,6 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("pins", "one too many", add("ref_word", 1 << 32, pinned)),
     ("pins", "one too few", add("ref_word", -(1 << 32), lambda v: pinned(v) & (v.word & 0xFFFFFFFF != 0))),
 ]
-LEFT_OVER = header("copy_ops", 1)
 
 
 @pytest.mark.parametrize(("check", "corrupt"), [pytest.param(c, f, id=f"{c}: {what}") for c, what, f in CORRUPTIONS])
@@ -344,30 +328,22 @@ def test_a_corrupted_field_is_named(engine: Engine, check: str, corrupt: Corrupt
     assert str(raised.value).startswith(f"{check}: ")
 
 
-def test_copy_ops_that_were_not_collected_are_named(engine: Engine) -> None:
-    """A pool collects what an interrupted call has decided before it verifies, so the state is verified alone."""
-    LEFT_OVER(engine.cache.core.tokens)
+def test_all_that_is_wrong_is_found(engine: Engine) -> None:
+    """A pool collects what an interrupted call has decided before it verifies, and "listed or held" names the block
+    that a tier lacks: so the state is verified alone."""
+    state = engine.cache.core.tokens
+    write("header", "copy_ops", 1)(state)
     assert failed_checks(engine) == {"copy ops"}
-
-
-def test_a_tier_that_does_not_add_up_is_found(engine: Engine) -> None:
-    """Seen by "listed or held" first, which names the block."""
-    unlisted(engine.cache.core.tokens)
-    assert "capacity" in failed_checks(engine)
+    unlisted(state)
+    for check in ("pins", "rows", "filled", "lowest priority"):
+        next(corrupt for name, _, corrupt in CORRUPTIONS if name == check)(state)
+    assert {"copy ops", "capacity", "pins", "rows", "filled", "lowest priority"} <= failed_checks(engine)
 
 
 def test_pins_are_those_of_the_leases(engine: Engine) -> None:
     engine.cache._leases._open.popitem()
     with pytest.raises(IntegrityError, match="pins: block"):
         engine.cache.verify()
-
-
-def test_all_that_is_wrong_is_found(engine: Engine) -> None:
-    state = engine.cache.core.tokens
-    LEFT_OVER(state)
-    for check in ("pins", "rows", "filled", "lowest priority"):
-        next(corrupt for name, _, corrupt in CORRUPTIONS if name == check)(state)
-    assert {"copy ops", "pins", "rows", "filled", "lowest priority"} <= failed_checks(engine)
 
 
 def test_a_sound_pool_has_no_findings(engine: Engine) -> None:
@@ -386,27 +362,25 @@ def test_every_check_is_tested() -> None:
     assert set(named) == {check for check, _, _ in CORRUPTIONS} | elsewhere
 
 
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        pytest.param(put("other_copy", 1 << 20, alone), id="a copy outside"),
-        pytest.param(head_of("index", 1 << 28), id="a head of the index outside"),
-        pytest.param(put("chain", 1 << 28, alone), id="a chain that leads outside"),
-        pytest.param(
-            lambda s: s.blocks["chain"].fill(number(s, lambda v: alone(v) & v.host)), id="a chain into a circle"
-        ),
-        pytest.param(head_of("children", 1 << 28), id="a head of the children outside"),
-        pytest.param(put("child_next", 1 << 28, lambda v: v.linked), id="a child that leads outside"),
-        pytest.param(put("prev", 1 << 28, empty), id="a previous block outside"),
-        pytest.param(lambda s: s.rows.__setitem__(0, 1 << 28), id="a free row outside"),
-        pytest.param(header("free_rows", 1 << 40), id="more free rows than rows"),
-        pytest.param(sequence("blocks", 1 << 20), id="more blocks than columns"),
-        pytest.param(put("list", 1 << 14, lambda v: v.empty), id="a list that is none"),
-    ],
-)
+NOWHERE: dict[str, Corrupt] = {
+    "a copy": put("other_copy", 1 << 20, alone),
+    "a head of the index": head_of("index", 1 << 28),
+    "a chain": put("chain", 1 << 28, alone),
+    "a chain into a circle": lambda s: s.blocks["chain"].fill(number(s, lambda v: alone(v) & v.host)),
+    "a head of the children": head_of("children", 1 << 28),
+    "a child": put("child_next", 1 << 28, lambda v: v.linked),
+    "a previous block": put("prev", 1 << 28, empty),
+    "a free row": write("rows", 0, 1 << 28),
+    "more free rows than rows": write("header", "free_rows", 1 << 40),
+    "more blocks than columns": sequence("blocks", 1 << 20),
+    "a list": put("list", 1 << 14, lambda v: v.empty),
+}
+
+
+@pytest.mark.parametrize("link", NOWHERE)
 # Other tests of this process may have loaded JAX, whose threads the child does not have and does not use.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_links_to_nowhere_neither_crash_nor_hang(engine: Engine, corrupt: Corrupt) -> None:
+def test_links_to_nowhere_neither_crash_nor_hang(engine: Engine, link: str) -> None:
     """In a process of its own, which may die of it."""
     child = os.fork()
     if child == 0:
@@ -414,7 +388,7 @@ def test_links_to_nowhere_neither_crash_nor_hang(engine: Engine, corrupt: Corrup
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(5)
         try:
-            corrupt(engine.cache.core.tokens)
+            NOWHERE[link](engine.cache.core.tokens)
             engine.cache.verify()
         except IntegrityError:
             os._exit(0)
