@@ -16,7 +16,6 @@ import zmq
 from workers import LARGE, SECRET, Make, counted, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, listener
-from kvpool.remote.block_server import Limits, fitting
 from kvpool.remote.transport import InlineServer
 from kvpool.state.hashing import remote_password
 from tests.waiting import at_once
@@ -198,9 +197,3 @@ def test_a_transport_serves_one_server(make: Make) -> None:
     with BlockServer(served.cache, transport=transport), pytest.raises(ValueError, match="transport"):
         BlockServer(other.cache, transport=transport)
     BlockServer(other.cache, transport=transport).close()
-
-
-def test_a_client_leaves_room_for_others_by_default() -> None:
-    for blocks, (each, total) in {2048: (128, 1024), 4: (1, 2), 64: (8, 32)}.items():
-        limits = fitting(Limits(), [(4096, blocks)])
-        assert (limits.bytes_per_client, limits.bytes_in_total) == (each * 4096, total * 4096)

@@ -23,7 +23,6 @@ from tests.stores.lab import (
     codes_of,
     content,
     done,
-    fail,
     fill,
     keys_of,
     open_queue,
@@ -178,19 +177,6 @@ def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limi
     assert len(index._tags) <= 1024
     keys.append(save(2, b"a tenant, staying"[:16]))
     assert [index.has(key) for key in keys] == [False, True, True]
-
-
-def test_forgotten_and_failed_blocks_do_not_count(disk: Disk, faulty: Faulty) -> None:
-    with disk(32) as queue:
-        assert save(queue, b"a", 4, range(0, 4)) == [OK] * 4
-        assert queue.forget(keys_of(queue, 2)).wait(600)
-
-        faulty.before["pwritev"] = fail
-        save(queue, b"a", 4, range(10, 12))
-        del faulty.before["pwritev"]
-        assert save(queue, b"a", 4, range(20, 22)) == [OK] * 2
-        assert here(queue, 30) == [2, 3, 20, 21]
-        assert queue.stats().store["evicted"] == 0
 
 
 # -- calls that share a commit ---------------------------------------------------------------------------

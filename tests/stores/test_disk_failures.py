@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -249,22 +250,17 @@ def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp
         with suppress(OSError):  # a sync that fails may fail the second too
             codes[name] = store.save(keys, np.array(numbers) - 1, macs[: len(numbers)], bytes(16), 1 << 40, bool)
 
-    def begin(name: str, *numbers: int) -> threading.Thread:
-        thread = threading.Thread(target=save, args=(name, *numbers))
-        thread.start()
-        return thread
-
-    first = begin("first", 1, 2)
-    commit.wait()
-    second = begin("second", 1)
-    write.wait()
-    commit.open()
-    first.join(600)
-    for number in (3, 4):
-        save("third", number)
-        assert codes["third"].tolist() == [OK]
-    write.open()
-    second.join(600)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(save, "first", 1, 2)
+        commit.wait()
+        pool.submit(save, "second", 1)
+        write.wait()
+        commit.open()
+        first.result(600)
+        for number in (3, 4):
+            save("third", number)
+            assert codes["third"].tolist() == [OK]
+        write.open()
     for number in (3, 4):
         rows[7] = 0
         loaded, _ = store.load(names[number], np.array([7]), bool)

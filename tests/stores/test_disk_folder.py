@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -187,20 +188,16 @@ def test_what_could_not_be_opened_leaves_no_folder_and_no_file(tmp_path: Path) -
     assert before == (sorted(os.listdir(used)), (used / "secret").read_bytes())
 
 
-class FullDisk:
-    """``os`` for one module, in which call number ``left`` of one function fails."""
+def full_disk(call: str, number: int) -> SimpleNamespace:
+    """``os`` for one module, in which the call with this number of one function fails."""
+    calls = itertools.count()
 
-    def __init__(self, call: str, left: int) -> None:
-        self._call, self._left = call, left
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name) if name != self._call else self._limited
-
-    def _limited(self, *arguments: Any, **options: Any) -> Any:
-        self._left -= 1
-        if self._left == -1:
+    def limited(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return getattr(os, self._call)(*arguments, **options)
+        return getattr(os, call)(*arguments, **options)
+
+    return SimpleNamespace(**{**vars(os), call: limited})
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename", "fchmod", "chmod"])
@@ -211,7 +208,7 @@ def test_a_disk_that_is_full_at_any_step_keeps_nothing_of_the_attempt(
     pool."""
     failures = 0
     for number in range(100):
-        monkeypatch.setattr(folder_module, "os", FullDisk(call, number))
+        monkeypatch.setattr(folder_module, "os", full_disk(call, number))
         store = DiskStore(tmp_path / "new", CAPACITY)
         try:
             assert len(store.secret) == 32

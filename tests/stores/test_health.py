@@ -137,11 +137,3 @@ def test_a_probe_that_finds_nothing_gives_its_place_to_the_next(health: CircuitB
     assert not health.usable(), "a load is under way"
     health.note(job(OK, kind="load"))
     assert health.usable() and not health.suspended()
-
-
-def test_resume_ends_all_suspensions(health: CircuitBreaker) -> None:
-    for kind in ("find", "load", "save"):
-        fail(health, kind=kind)
-    health.resume()
-    assert health.usable() and health.usable(found=True) and health.usable(writes=True)
-    assert not health.suspended() and not health.suspended(writes=True)

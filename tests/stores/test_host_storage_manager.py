@@ -157,19 +157,6 @@ def test_small_caches_lend_stores_no_more_than_their_share(make: Make) -> None:
     assert engine.stats.saved_blocks == 32
 
 
-def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Make) -> None:
-    engine = make(blocks=8, load_share=1.0, retry_seconds=0.0)
-    engine.saved(8)
-    rows = engine.write(4, first=100)
-    pending = engine.cache.reserve(names(2, 200))
-    with engine.manager.pin(names(4, 100)) as lease:
-        states = engine.ask(8)
-        assert states.count(HERE) == 1, "half of the two blocks that are free"
-        assert lease.blocks.tolist() == rows
-    engine.cache.abort(pending.keys)
-    engine.read(4, first=100)
-
-
 # -- arguments, closing ----------------------------------------------------------------------------------
 
 

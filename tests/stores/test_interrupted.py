@@ -20,7 +20,7 @@ from kvpool.storage.host_storage_manager import HostStorageManager
 from kvpool.storage.store_requests import StoreRequest
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
-from tests.stores.lab import BLOCK_BYTES, Wrong, done, memory, returned, saved
+from tests.stores.lab import BLOCK_BYTES, Wrong, done, memory, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS, NEW = keys("a", "b", "c"), keys("new", "newer")
@@ -229,22 +229,6 @@ def test_a_handler_that_raises_takes_no_callback_away_and_counts_no_block_that_w
             assert not any(queue._open._queue._waiting.values()), at.where
 
 
-def check_rows(queue: StoreWorker, where: str) -> None:
-    """No row is free twice, and two at most are not free."""
-    rows = queue.take("load", 9).tolist()
-    assert len({*rows}) == len(rows) >= 6, where
-
-
-def test_no_row_of_a_job_is_free_twice_after_a_handler_has_raised() -> None:
-    for at in places():
-        with StoreWorker(MemoryStore(1 << 20), memory(8), IDENTITY, staging=True) as queue:
-            job = returned(queue.save(queue.secret.derive_keys([b"a", b"b"]), queue.take("save", 2), lambda job: None))
-            at.run(queue.poll)
-            queue.poll()
-            check_rows(queue, at.where)
-            assert job.done
-
-
 @pytest.mark.parametrize("kind", ["save", "load"])
 def test_staged_blocks_have_their_own_bytes_after_a_handler_has_raised(kind: str) -> None:
     seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600.0)
@@ -262,5 +246,6 @@ def test_staged_blocks_have_their_own_bytes_after_a_handler_has_raised(kind: str
         assert all(blocks.save(names, fill))
         at.run(lambda call=call: call(names, fill if kind == "save" else check))
         assert blocks.save([b"c", b"d"], fill) and blocks.load(names, check) == [True, True], at.where
-        check_rows(blocks.worker, at.where)
+        rows = blocks.worker.take("load", 9).tolist()
+        assert len({*rows}) == len(rows) >= 6, at.where
         blocks.close()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,31 +99,19 @@ def test_an_exception_of_the_block_closes_without_waiting(
 
 
 @pytest.fixture
-def closings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def closings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the classes whose ``close`` has ended, in this order."""
-    order = list[str]()
+    order, managers = list[str](), (StorageManager, HostStorageManager, kvpool.KVCacheManager)
+    for kind in (DiskStore, *managers, kvpool.HostCache, kvpool.HostTier):
 
-    def watch(kind: Any) -> None:
-        close = kind.close
-
-        def watched(self: Any, *args: Any, **options: Any) -> Any:
+        def watched(self: Any, *args: Any, kind: Any = kind, close: Any = kind.close, **options: Any) -> Any:
             result = close(self, *args, **options)
             if kind.__name__ not in order:
                 order.append(kind.__name__)
             return result
 
         monkeypatch.setattr(kind, "close", watched)
-
-    for kind in (
-        DiskStore,
-        StorageManager,
-        HostStorageManager,
-        kvpool.KVCacheManager,
-        kvpool.HostCache,
-        kvpool.HostTier,
-    ):
-        watch(kind)
-    yield order
+    return order
 
 
 @pytest.mark.parametrize("kind", ["pool", "host"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,21 +130,21 @@ def test_a_mac_covers_key_model_secret_and_every_byte() -> None:
 
 
 def test_no_two_blocks_have_one_context() -> None:
-    extra, more = np.zeros(12, np.int64), np.zeros(12, np.int64)
+    extra, more, none = np.zeros(12, np.int64), np.zeros(12, np.int64), np.zeros(12, np.int64)
     extra[0] = 1
     more[:2] = TOKENS[8:].view(np.int64)
-    contexts = {
-        block_context(b"parent", TOKENS, None, b"tenant", 0),
-        block_context(b"", TOKENS, None, b"parenttenant", 0),
-        block_context(b"parentt", TOKENS, None, b"enant", 0),
-        block_context(b"parent", TOKENS, extra, b"tenant", 0),
-        block_context(b"parent", TOKENS, None, b"tenant", 1),
-        block_context(b"parent", TOKENS[:8], None, b"tenant", 0),
-        block_context(b"parent", TOKENS[:8], more[:8], b"tenant", 0),
-        block_context(b"parent", TOKENS[::-1].copy(), None, b"tenant", 0),
-    }
-    assert len(contexts) == 8
-    assert block_context(b"parent", TOKENS, np.zeros(12, np.int64), b"tenant", 0) in contexts
+    differ: list[tuple[bytes, Any, Any, bytes, int]] = [
+        (b"parent", TOKENS, None, b"tenant", 0),
+        (b"", TOKENS, None, b"parenttenant", 0),
+        (b"parentt", TOKENS, None, b"enant", 0),
+        (b"parent", TOKENS, extra, b"tenant", 0),
+        (b"parent", TOKENS, None, b"tenant", 1),
+        (b"parent", TOKENS[:8], None, b"tenant", 0),
+        (b"parent", TOKENS[:8], more[:8], b"tenant", 0),
+        (b"parent", TOKENS[::-1].copy(), None, b"tenant", 0),
+    ]
+    contexts = {block_context(*block) for block in differ}
+    assert len(contexts) == 8 and block_context(b"parent", TOKENS, none, b"tenant", 0) in contexts
 
 
 def test_a_part_of_names_has_their_contexts() -> None:

@@ -15,17 +15,14 @@ from kvpool.storage.pool_adapter import Content
 from tests.engine import Engine, EventReplay
 from tests.seeds import some_of
 from tests.stores.pool_lab import (
-    IDENTITY,
     T,
     fetch,
-    grouped,
     make_engine,
     make_manager,
     room,
     seed,
     store,
     tokens,
-    write_all,
 )
 
 PROMPT = tokens(33)
@@ -137,27 +134,6 @@ def test_a_reset_that_nobody_has_read_is_in_no_snapshot(engine: Engine) -> None:
         assert early.cached == after_snapshot(events).cached
         stored = [event for event in events if event.kind == "stored" and event.tier == "memory"]
         assert {event.salt for event in stored} == {None, "tenant"}
-
-
-def test_each_of_several_groups_is_reported_parents_first() -> None:
-    with grouped() as cache, StorageManager(cache, [store()], identity=IDENTITY, load_seconds=600.0) as manager:
-        for first in (0, 100):
-            sequence = cache.add_sequence(tokens(9, first))
-            write_all(cache, sequence, first)
-            cache.commit(sequence)
-            cache.release(sequence)
-        assert manager.drain(600)
-        before = manager.events()
-        stored = {(event.group, key.tobytes()) for event in before if event.tier == "memory" for key in event.keys}
-        assert {group for group, _ in stored} == {0, 1, 2}
-        cache.clear()
-        again = [event for event in manager.events() if event.tier == "memory"]
-        assert {(event.group, key.tobytes()) for event in again for key in event.keys} == stored
-        seen: set[tuple[int, bytes]] = set()
-        for event in again:
-            parent = None if event.parent is None else (event.group, event.parent.tobytes())
-            assert parent is None or parent not in stored or parent in seen
-            seen |= {(event.group, key.tobytes()) for key in event.keys}
 
 
 def test_content_that_is_known_no_more_is_known_to_no_mirror(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
