@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,16 @@ def seed(engine: Engine, manager: StorageManager, prompts: Iterable[Sequence[int
     for prompt in prompts:
         engine.seed(prompt, len(prompt), **names)
         assert manager.drain(600)
+
+
+@contextmanager
+def seeded(
+    engine: Engine, prompt: Sequence[int], stores: Store | Sequence[Store], **options: Any
+) -> Iterator[StorageManager]:
+    """A storage manager that has saved a prompt."""
+    with make_manager(engine, stores, **options) as manager:
+        seed(engine, manager, [prompt])
+        yield manager
 
 
 def stocked(*prompts: Sequence[int]) -> MemoryStore:

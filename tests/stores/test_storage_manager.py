@@ -25,6 +25,7 @@ from tests.stores.pool_lab import (
     prefetched,
     read_all,
     seed,
+    seeded,
     stocked,
     store,
     tokens,
@@ -206,8 +207,7 @@ PROMPT = tokens(17)
 
 
 def test_what_a_store_has_and_the_pool_has_forgotten(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, store()) as manager:
         assert manager.explain(PROMPT) == engine.cache.content.explain(PROMPT), "all of it is in the pool"
         engine.cache.content.forget(engine.keys(PROMPT)[2:])
         first, last = manager.explain(PROMPT).missed
@@ -241,8 +241,7 @@ def test_why_blocks_were_not_saved_is_remembered_in_bounded_memory(
     monkeypatch.setattr(tier_storage, "NOTED", 2)
     refusing = Wrong(store())
     refusing.after["save"] = lambda codes: np.where(codes == OK, np.uint8(FAILED), codes)
-    with make_manager(engine, refusing, failures=1000) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, refusing, failures=1000) as manager:
         engine.cache.content.forget(PROMPT)
         missed = manager.explain(PROMPT).missed
     assert sum(each.tokens for each in missed if each.trouble == (("wrong", "failed"),)) == 8, "of two blocks"

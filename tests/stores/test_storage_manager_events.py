@@ -15,7 +15,7 @@ from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool.core import Names
 from kvpool.storage import StorageManager
 from tests.engine import Engine
-from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, store, tokens
+from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, seeded, store, tokens
 from tests.waiting import until
 
 PROMPT = tokens(41)
@@ -32,8 +32,7 @@ def engine() -> Iterator[Engine]:
 
 
 def test_what_was_loaded_is_still_in_its_store(engine: Engine) -> None:
-    with make_manager(engine, store()) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, store()) as manager:
         engine.cache.clear()
         assert manager.drain(600) and manager.events()
         assert fetch(engine, manager, PROMPT) == 10 and manager.drain(600)
@@ -118,8 +117,7 @@ def scraped(manager: StorageManager, engine: Engine) -> dict[str, float]:
 
 def test_metrics_of_a_storage_manager_count_what_happened(engine: Engine) -> None:
     memory = store()
-    with make_manager(engine, memory, quotas={("small", None): 0}) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, memory, quotas={("small", None): 0}) as manager:
         seed(engine, manager, [PROMPT], salt="small")
         engine.cache.content.forget(engine.prompt(PROMPT))
         assert fetch(engine, manager, PROMPT) == 10
@@ -143,8 +141,7 @@ def test_metrics_of_a_storage_manager_count_what_happened(engine: Engine) -> Non
 
 def test_nothing_that_is_shown_has_a_secret(engine: Engine) -> None:
     memory = store()
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, memory) as manager:
         shown = manager, manager.stats(), manager.prefetch(PROMPT), scraped(manager, engine), list(manager.events())
         text = repr(shown)
         assert memory.secret.hex() not in text and repr(memory.secret)[2:-1] not in text

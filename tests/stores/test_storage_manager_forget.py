@@ -24,6 +24,7 @@ from tests.stores.pool_lab import (
     make_manager,
     read_all,
     seed,
+    seeded,
     stocked,
     store,
     tokens,
@@ -69,8 +70,7 @@ def restarted(memory: Any, prompt: list[int] = PROMPT, **names: Any) -> int:
 
 def test_what_is_forgotten_leaves_the_pool_and_the_store(engine: Engine, drop: Drop) -> None:
     memory = store()
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, memory) as manager:
         forgotten = drop(engine, manager)
         assert forgotten.wait(600) and forgotten.done and not forgotten.errors
         assert forgotten.stores == {"memory": BLOCKS}
@@ -209,8 +209,7 @@ def test_what_waits_to_be_saved_is_given_up_and_counted(engine: Engine, wrong: W
 
 def test_one_of_two_stores_confirms_while_the_other_is_down(engine: Engine, wrong: Wrong, drop: Drop) -> None:
     near = store()
-    with make_manager(engine, [near, wrong]) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, [near, wrong]) as manager:
         down = Down(wrong)
         forgotten = drop(engine, manager)
         until(lambda: forgotten.stores == {"memory": BLOCKS, "wrong": None} and "wrong" in forgotten.errors)
@@ -229,8 +228,7 @@ def test_one_of_two_stores_confirms_while_the_other_is_down(engine: Engine, wron
 
 def test_bad_arguments_change_nothing(engine: Engine) -> None:
     memory = store()
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, memory) as manager:
         calls: list[Callable[[], Any]] = [
             lambda: manager.forget(),
             lambda: manager.forget(PROMPT, namespace=(None, None)),
@@ -246,8 +244,7 @@ def test_bad_arguments_change_nothing(engine: Engine) -> None:
 
 def test_a_store_that_cannot_is_refused_before_anything_has_changed(engine: Engine, wrong: Wrong) -> None:
     near, wrong.clears_prefix = store(), 0
-    with make_manager(engine, [near, wrong]) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, [near, wrong]) as manager:
         for call in (lambda: manager.clear(), lambda: manager.forget(namespace=(None, None))):
             with pytest.raises(ValueError, match="store 'wrong'|got 'wrong'"):
                 call()
@@ -257,8 +254,7 @@ def test_a_store_that_cannot_is_refused_before_anything_has_changed(engine: Engi
 
 def test_a_clear_while_sequences_live_changes_nothing_unless_it_is_forced(engine: Engine) -> None:
     memory = store()
-    with make_manager(engine, memory) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, memory) as manager:
         engine.add(OTHER)
         with pytest.raises(PoolBusy):
             manager.clear()
@@ -271,8 +267,7 @@ def test_too_much_that_waits_to_be_dropped_is_refused_before_anything_has_change
     engine: Engine, wrong: Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = store()
-    with make_manager(engine, [near, wrong]) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, [near, wrong]) as manager:
 
         def full(blocks: int) -> None:
             raise StoreBusy("wrong", "forget", 1, 1)

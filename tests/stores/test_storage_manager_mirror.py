@@ -21,6 +21,7 @@ from tests.stores.pool_lab import (
     make_manager,
     room,
     seed,
+    seeded,
     store,
     tokens,
 )
@@ -123,8 +124,7 @@ def test_what_stores_hold_is_reported_again_after_a_reset(engine: Engine) -> Non
 
 def test_a_reset_that_nobody_has_read_is_in_no_snapshot(engine: Engine) -> None:
     """Its reader gets what is cached now, and those from the start what stores have, before the snapshot begins."""
-    with make_manager(engine, store()) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, store()) as manager:
         engine.cache.clear()
         seed(engine, manager, [tokens(9, 500)], salt="tenant")
         events = manager.events(snapshot=True)
@@ -156,8 +156,7 @@ def test_content_that_is_known_no_more_is_known_to_no_mirror(engine: Engine, mon
 
 def test_a_save_that_ends_before_a_snapshot_is_in_it(engine: Engine) -> None:
     """It is noted right before the snapshot is copied."""
-    with make_manager(engine, store()) as manager:
-        seed(engine, manager, [PROMPT])
+    with seeded(engine, PROMPT, store()) as manager:
         manager.events()
         stored, events = manager._stored, engine.cache.events
         late = Content(0, bytes(range(16)))
