@@ -170,10 +170,18 @@ def keys_of(queue: StoreWorker, count: int, first: int = 0) -> Bytes:
     return queue.secret.derive_keys(names(count, first))
 
 
+def begin_save(queue: StoreWorker, count: int, first: int = 0, **options: Any) -> StoreRequest:
+    """Save blocks of known content from the first rows."""
+    fill(queue.memory, count, first)
+    return queue.save(keys_of(queue, count, first), np.arange(count), **options)
+
+
+def begin_load(queue: StoreWorker, keys: Any, first_row: int = 0) -> StoreRequest:
+    return queue.load(keys, np.arange(first_row, first_row + len(keys)))
+
+
 def saved(queue: StoreWorker, count: int, first: int = 0, **options: Any) -> Bytes:
     """Save blocks of known content from the first rows. Returns their keys."""
-    keys = keys_of(queue, count, first)
-    fill(queue.memory, count, first)
-    job = returned(queue.save(keys, np.arange(count), **options))
+    job = returned(begin_save(queue, count, first, **options))
     assert (job.codes == OK).all(), job.error
-    return keys
+    return keys_of(queue, count, first)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpool.storage import OK
 from kvpool.storage.urls import open_store
-from tests.stores.lab import content, fill, keys_of, names, open_queue
+from tests.stores.lab import begin_save, content, names, open_queue
 
 OF_ALL = 400
 """Blocks have the numbers from 0 to this."""
@@ -23,8 +23,7 @@ def main(store: str, number: str, seconds: str) -> None:
     with open_queue(open_store(store)) as queue:
         while time.monotonic() < end:
             first = int(random.integers(0, OF_ALL - AT_ONCE))
-            fill(queue.memory, AT_ONCE, first)
-            saving = queue.save(keys_of(queue, AT_ONCE, first), np.arange(AT_ONCE))
+            saving = begin_save(queue, AT_ONCE, first)
             assert saving.wait(600, returned=True)
             kept = [first + place for place in np.flatnonzero(saving.codes == OK).tolist()]
             wanted, rows = random.choice(OF_ALL, AT_ONCE, replace=False), np.arange(AT_ONCE, 2 * AT_ONCE)

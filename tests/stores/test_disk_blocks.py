@@ -20,6 +20,8 @@ from tests.stores.lab import (
     BLOCK_BYTES,
     OTHER,
     Gate,
+    begin_load,
+    begin_save,
     codes_of,
     content,
     done,
@@ -145,11 +147,10 @@ def test_a_block_that_is_read_is_not_overwritten(disk: Disk, faulty: Faulty) -> 
     with disk(4) as queue:
         keys, gate = saved(queue, 4), Gate()
         faulty.before["preadv"] = gate
-        reading = queue.load(keys[:2], np.arange(50, 52))
+        reading = begin_load(queue, keys[:2], 50)
         gate.wait()
         done(queue.forget(keys[:1]))
-        fill(queue.memory, 4, first=10)
-        assert codes_of(queue.save(keys_of(queue, 4, 10), np.arange(4))) == [OK, OK, REFUSED, REFUSED]
+        assert codes_of(begin_save(queue, 4, 10)) == [OK, OK, REFUSED, REFUSED]
         gate.open()
         assert codes_of(reading) == [CANCELLED, OK], "it is forgotten"
         assert np.array_equal(queue.memory[50], content(0)) and np.array_equal(queue.memory[51], content(1))
@@ -236,7 +237,7 @@ def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(disk:
         keys = keys_of(queue, 1)
         jobs = [queue.save(keys, np.arange(1)) for _ in range(3)]
         gate.wait()
-        assert not any(job.done for job in jobs) and queue.load(keys, np.arange(9, 10)).wait(600)
+        assert not any(job.done for job in jobs) and begin_load(queue, keys, 9).wait(600)
         gate.open()
         assert all(job.wait(600) and job.ok == 1 for job in jobs)
         assert faulty.count["pwritev"] == 1
@@ -266,7 +267,7 @@ def test_a_call_that_nobody_waits_for_stops_between_blocks(disk: Disk, faulty: F
         saved(queue, 8)
         gate, keys = Gate(), queue.secret.derive_keys([b"block %d" % number for number in (0, 2, 4, 6)])
         faulty.before["preadv"] = gate
-        job = queue.load(keys, np.arange(20, 24))
+        job = begin_load(queue, keys, 20)
         gate.wait()
         job.cancel()
         gate.open()

@@ -28,6 +28,8 @@ from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import (
     BLOCK_BYTES,
     Gate,
+    begin_load,
+    begin_save,
     codes_of,
     content,
     done,
@@ -65,7 +67,7 @@ def check(folder: Path) -> tuple[int, dict[str, int]]:
         for number in np.flatnonzero(job.codes == OK).tolist():
             assert np.array_equal(queue.memory[number], content(number))
         keys = saved(queue, 4, first=1000)
-        assert returned(queue.load(keys, np.arange(4))).ok == 4
+        assert returned(begin_load(queue, keys)).ok == 4
     with open_queue(DiskStore(folder)) as queue:
         assert done(queue.find(keys)).ok == 4
     return job.ok, stats
@@ -284,7 +286,7 @@ def test_a_block_that_was_there_at_a_crash_is_made_durable_once(
         for _ in range(2):
             assert np.array_equal(saved(queue, 1), old)
             assert queue.stats().store["commits"] == 1
-        assert returned(queue.load(old, np.arange(1, 2))).ok == 1 and np.array_equal(queue.memory[1], content(0))
+        assert returned(begin_load(queue, old, 1)).ok == 1 and np.array_equal(queue.memory[1], content(0))
 
 
 @pytest.fixture
@@ -324,8 +326,7 @@ def test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new(
         (faulty.after if durable else faulty.before)["COMMIT"] = raising(sqlite3.OperationalError("disk I/O error"))
         assert not returned(queue.save(keys_of(queue, 4), np.arange(4))).ok
         faulty.after, faulty.before = {}, {}
-        fill(queue.memory, 4, 100)
-        left = crash_at(faulty, "fdatasync", doubtful, lambda: queue.save(keys_of(queue, 4, 100), np.arange(4)), ok=4)
+        left = crash_at(faulty, "fdatasync", doubtful, lambda: begin_save(queue, 4, 100), ok=4)
         saved(queue, 4, first=200)
         later = crash(doubtful, tmp_path / "later")
     assert loaded(left) == ([4, 5, 6, 7] if durable else [0, 1, 2, 3])
@@ -390,7 +391,7 @@ def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, 
             gate.open()
         assert job.wait(600, returned=True) and not job.ok
         del faulty.before["pwritev"]
-        assert returned(queue.load(keys, np.arange(4, 8))).ok == 4
+        assert returned(begin_load(queue, keys, 4)).ok == 4
         commits = queue.stats().store["commits"]
         saved(queue, 4)
         assert (queue.stats().store["commits"] > commits) == failing, "what was not written is still in doubt"
@@ -401,7 +402,7 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
     system = replace(Faulty().system, preadv=lambda *read: (next(reads) or gate(), os.preadv(*read))[1])
     with open_queue(DiskStore(doubtful, system=system)) as queue:
         keys = keys_of(queue, 1)
-        load = queue.load(keys, np.arange(20, 21))
+        load = begin_load(queue, keys, 20)
         gate.wait()
         fill(queue.memory, 1, 4)
         assert returned(queue.save(keys, np.arange(1))).ok

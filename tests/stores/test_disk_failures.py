@@ -25,11 +25,12 @@ from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
     Gate,
+    begin_load,
+    begin_save,
     codes_of,
     content,
     done,
     fail,
-    fill,
     keys_of,
     memory,
     names,
@@ -60,15 +61,14 @@ def test_a_save_that_fails_loses_nothing_and_later_ones_go_on(
     with open_queue(store) as queue:
         keys = saved(queue, 4)
         faulty.before[name] = raising(error)
-        fill(queue.memory, 4, first=4)
-        job = returned(queue.save(keys_of(queue, 4, 4), np.arange(4)))
+        job = returned(begin_save(queue, 4, 4))
         assert job.codes.tolist() == [FAILED] * 4
         text = "database" if error is FULL else "disk I/O" if error is BROKEN else os.strerror(error.errno)  # type: ignore
         assert text in job.error
         assert queue.stats().store["io_errors"] == 1 and queue.stats().store["blocks"] == 4
         del faulty.before[name]
         assert done(queue.find(keys_of(queue, 8))).ok == 4
-        assert returned(queue.load(keys, np.arange(10, 14))).ok == 4
+        assert returned(begin_load(queue, keys, 10)).ok == 4
         saved(queue, 20, first=8)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         assert returned(queue.load(queue.secret.derive_keys([*names(4), *names(20, 8)]), np.arange(24))).ok == 24
@@ -105,7 +105,7 @@ def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_aft
     with open_queue(store) as queue:
         keys = saved(queue, 32)
         faulty.before["pwritev"] = fail
-        assert not returned(queue.save(keys_of(queue, 4, 100), np.arange(4))).ok
+        assert not returned(begin_save(queue, 4, 100)).ok
         listed = done(queue.find(keys))
         assert listed.codes.tolist().count(ABSENT) == 4
         dropped = done(queue.forget(keys[listed.codes == ABSENT]))
@@ -119,10 +119,10 @@ def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Fault
     with open_queue(store) as queue:
         keys = saved(queue, 8)[[0, 2, 4, 6]]
         faulty.before["preadv"] = lambda: fail() if faulty.count["preadv"] == 2 else None
-        assert codes_of(queue.load(keys, np.arange(20, 24))) == [OK, FAILED, OK, OK]
+        assert codes_of(begin_load(queue, keys, 20)) == [OK, FAILED, OK, OK]
         assert queue.stats().store["io_errors"] == 1
         del faulty.before["preadv"]
-        assert returned(queue.load(keys, np.arange(20, 24))).ok == 4
+        assert returned(begin_load(queue, keys, 20)).ok == 4
 
 
 def test_a_call_that_does_a_part_is_made_again(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_call_that_does_a_part_is_made_again(tmp_path: Path) -> None:
     small = System(preadv=part(os.preadv), pwritev=part(os.pwritev))
     with open_queue(DiskStore(tmp_path / "store", CAPACITY, system=small)) as queue:
         keys = saved(queue, 5)
-        assert returned(queue.load(keys, np.arange(20, 25))).ok == 5
+        assert returned(begin_load(queue, keys, 20)).ok == 5
         assert np.array_equal(queue.memory[24], content(4))
 
 
@@ -142,7 +142,7 @@ def test_a_slab_that_was_cut_while_it_is_used_fails_and_does_not_hang(store: Dis
     with open_queue(store) as queue:
         keys = saved(queue, 8)
         os.truncate(tmp_path / "store" / "slab", 4 * BLOCK_BYTES)
-        job = returned(queue.load(keys[4:], np.arange(4)))
+        job = returned(begin_load(queue, keys[4:]))
         assert job.codes.tolist() == [FAILED] * 4 and "ends early" in job.error
 
 
@@ -197,7 +197,7 @@ def test_who_waits_for_a_commit_learns_that_the_one_before_has_failed(tmp_path: 
 def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Faulty, tmp_path: Path) -> None:
     queue = open_queue(store)
     keys = saved(queue, 4)
-    returned(queue.load(keys, np.arange(4)))
+    returned(begin_load(queue, keys))
     faulty.before["COMMIT"] = raising(FULL)
     assert queue.close(600)
     assert store.stats()["io_errors"] == 1
@@ -211,7 +211,7 @@ def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
     with StoreWorker(DiskStore(tmp_path / "store", 16 * 8192), rows, IDENTITY) as queue:
         keys = saved(queue, 4)
         rows[:] = 0
-        assert returned(queue.load(keys, np.arange(4, 8))).ok == 4
+        assert returned(begin_load(queue, keys, 4)).ok == 4
         assert np.array_equal(rows[7], content(3, 5001))
         assert queue.stats().store["capacity"] == 16
 

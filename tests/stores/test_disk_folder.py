@@ -29,7 +29,7 @@ from kvpool.storage.backends.disk.database import VERSION
 from kvpool.storage.backends.disk.slab import System
 from kvpool.storage.store import Space
 from tests.children import in_child
-from tests.stores.lab import BLOCK_BYTES, codes_of, keys_of, memory, open_queue, raising, returned, saved
+from tests.stores.lab import BLOCK_BYTES, begin_save, codes_of, keys_of, memory, open_queue, raising, returned, saved
 
 SPACE = Space(bytes(16), memory(4))
 CAPACITY = 8 * BLOCK_BYTES
@@ -254,7 +254,7 @@ def test_a_folder_that_has_gone_is_said_once_counted_and_not_saved_into(
         assert not queue.stats().store["folder_gone"]
         GONE[kind](folder)
         for count in (1, 2):
-            assert codes_of(queue.save(keys_of(queue, 2, 10), np.arange(2))) == [FAILED, FAILED]
+            assert codes_of(begin_save(queue, 2, 10)) == [FAILED, FAILED]
             assert queue.stats().store["folder_gone"] == count
         warnings = [
             record
@@ -274,7 +274,7 @@ def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path:
         (folder / "slab").unlink()
 
     with open_queue(DiskStore(folder, CAPACITY, system=System(fdatasync=gone))) as queue:
-        assert codes_of(queue.save(keys_of(queue, 2), np.arange(2))) == [FAILED, FAILED]
+        assert codes_of(begin_save(queue, 2)) == [FAILED, FAILED]
 
 
 PARENT = """

@@ -14,7 +14,19 @@ from kvpool.errors import StoreBusy
 from kvpool.storage import ABSENT, CANCELLED, FAILED, OK, MemoryStore, StoreRequest, StoreWorker
 from kvpool.storage.circuit_breaker import CircuitBreaker
 from kvpool.storage.store import TAG_BYTES
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, codes_of, fail, fill, keys_of, open_queue, saved
+from tests.stores.lab import (
+    BLOCK_BYTES,
+    Gate,
+    Wrong,
+    begin_load,
+    begin_save,
+    codes_of,
+    fail,
+    fill,
+    keys_of,
+    open_queue,
+    saved,
+)
 
 Drop = Callable[[StoreWorker, Any], StoreRequest]
 DROPS: dict[str, Drop] = {
@@ -112,7 +124,7 @@ def test_what_a_store_answers_after_a_drop_counts_no_more(
         return answer
 
     store.after[kind] = held
-    asked = queue.find(keys) if kind == "find" else queue.load(keys, np.arange(10, 14))
+    asked = queue.find(keys) if kind == "find" else begin_load(queue, keys, 10)
     gate.wait()
     dropped = drop(queue, keys)
     assert codes(asked) == [CANCELLED] * 4, "it is decided at once"
@@ -132,7 +144,7 @@ def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
     dropped = drop(queue, keys)
     assert down.refused.acquire(timeout=600)
     assert codes(queue.find(keys)) == [CANCELLED] * 4
-    assert codes(queue.load(keys, np.arange(4))) == [CANCELLED] * 4
+    assert codes(begin_load(queue, keys)) == [CANCELLED] * 4
     assert codes(queue.save(keys, np.arange(4))) == [CANCELLED] * 4
     assert down.refused.acquire(timeout=600), "the drop is sent again"
     assert not dropped.done and "I/O error" in dropped.error and queue.stats().unconfirmed_drops == 1
@@ -164,7 +176,7 @@ def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: St
     assert codes(queue.find(first, tag=tags[0])) == [CANCELLED] * 2
     assert codes(queue.find(second, tag=tags[1])) == [CANCELLED, OK]
     assert saved(queue, 2, first=10, tag=tags[1]).shape == (2, 32)
-    assert codes(queue.save(keys_of(queue, 1, 20), np.arange(1), tag=tags[0])) == [CANCELLED]
+    assert codes(begin_save(queue, 1, 20, tag=tags[0])) == [CANCELLED]
     down.up()
     assert [codes(job) for job in dropped] == [[OK], [OK]]
 
@@ -186,11 +198,11 @@ def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store
     with open_queue(store, queued_blocks=4) as queue:
         gate = store.hold("save")
         down = Down(store)
-        queue.save(keys_of(queue, 1), np.arange(1))
+        begin_save(queue, 1)
         gate.wait()
-        queue.save(keys_of(queue, 4, 50), np.arange(4))
+        begin_save(queue, 4, 50)
         with pytest.raises(StoreBusy):
-            queue.save(keys_of(queue, 4, 60), np.arange(4))
+            begin_save(queue, 4, 60)
         queue.forget(keys_of(queue, 3))
         queue.check_forget(1)
         with pytest.raises(StoreBusy):

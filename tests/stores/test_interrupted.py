@@ -20,7 +20,7 @@ from kvpool.storage.host_storage_manager import HostStorageManager
 from kvpool.storage.store_requests import StoreRequest
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
-from tests.stores.lab import BLOCK_BYTES, Wrong, done, memory, saved
+from tests.stores.lab import BLOCK_BYTES, Wrong, begin_load, done, memory, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS, NEW = keys("a", "b", "c"), keys("new", "newer")
@@ -180,7 +180,7 @@ def test_a_handler_that_raises_in_pin_leaves_no_lease_that_the_cache_does_not_li
 CALLS: dict[str, Callable[[StoreWorker, Any], Any]] = {
     "find": lambda queue, keys: queue.find(keys),
     "find_now": lambda queue, keys: queue.find_now(keys),
-    "load": lambda queue, keys: queue.load(keys, np.arange(10, 12)).wait(600),
+    "load": lambda queue, keys: begin_load(queue, keys, 10).wait(600),
     "save": lambda queue, keys: queue.save(keys, np.arange(2)),
     "forget": lambda queue, keys: queue.forget(queue.secret.derive_keys([b"not there"])),
     "cancel": lambda queue, keys: queue.find(keys, deadline=queue.now() + 600).cancel(),

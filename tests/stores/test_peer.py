@@ -37,6 +37,8 @@ from tests.stores.lab import (
     Clock,
     Gate,
     Wrong,
+    begin_load,
+    begin_save,
     codes_of,
     done,
     keys_of,
@@ -83,10 +85,10 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
     server = serve(store)
     with clients(server, 3) as (saver, two, other):
         keys, gate = saved(saver, 4), store.hold("save")
-        hanging = [queue.save(keys_of(queue, 4, 4), np.arange(4)) for queue in (saver, two)]
+        hanging = [begin_save(queue, 4, 4) for queue in (saver, two)]
         counted(server, in_flight=2)
         gate.wait()
-        assert other.load(keys, np.arange(4)).wait(600)
+        assert begin_load(other, keys).wait(600)
         gate.open()
         assert [returned(job).ok for job in hanging] == [4, 4]
 
@@ -144,13 +146,13 @@ def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve)
     server = serve(wrong)
     with clients(server, 3) as (saver, two, three):
         keys, gate = saved(saver, 4), wrong.hold("save")
-        saves = [saver.save(keys_of(saver, 2, 10), np.arange(2))]
+        saves = [begin_save(saver, 2, 10)]
         gate.wait()
         dropped = two.forget(keys[:2])
         counted(server, in_flight=2)
-        saves.append(three.save(keys_of(three, 2, 20), np.arange(2)))
+        saves.append(begin_save(three, 2, 20))
         counted(server, in_flight=3)
-        assert three.load(keys[2:], np.arange(10, 12)).wait(600)
+        assert begin_load(three, keys[2:], 10).wait(600)
         assert wrong.calls.count("save") == 2 and "forget" not in wrong.calls
         gate.open()
         assert dropped.wait(600) and [returned(job).ok for job in saves] == [2, 2]
@@ -203,7 +205,7 @@ def test_a_server_killed_in_the_middle_of_a_load_is_a_miss_and_is_used_again_onc
         queue = open_queue(client(endpoint))
         keys = saved(queue, 4)
         queue.memory[8:12] = 7
-        job = queue.load(keys, np.arange(8, 12))
+        job = begin_load(queue, keys, 8)
         assert process.stdout is not None and process.stdout.readline() == "loading\n"
         process.kill()
         assert job.wait(600, returned=True), "noticed long before the call's own ten minutes are over"
@@ -212,9 +214,9 @@ def test_a_server_killed_in_the_middle_of_a_load_is_a_miss_and_is_used_again_onc
         assert codes_of(queue.find(keys)) == [FAILED] * 4
     with other_process(endpoint, 0) as (_, where), queue:
         assert where == endpoint, "the same port"
-        assert codes_of(queue.load(keys, np.arange(8, 12))) == [ABSENT] * 4
+        assert codes_of(begin_load(queue, keys, 8)) == [ABSENT] * 4
         assert np.array_equal(saved(queue, 4), keys), "the secret is the clients', so the keys are the same"
-        assert returned(queue.load(keys, np.arange(8, 12))).ok == 4
+        assert returned(begin_load(queue, keys, 8)).ok == 4
         assert queue.stats().store["failed_calls"] == 2
 
 
@@ -245,7 +247,7 @@ def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_ro
         del store.before["load"]
         counted(server, in_flight=0)
         assert (queue.memory[8:12] == 7).all()
-        done(queue.load(keys, np.arange(4)))
+        done(begin_load(queue, keys))
 
 
 def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Serve) -> None:

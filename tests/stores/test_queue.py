@@ -30,6 +30,8 @@ from tests.stores.lab import (
     SLOTS,
     Clock,
     Wrong,
+    begin_load,
+    begin_save,
     codes_of,
     content,
     done,
@@ -56,9 +58,9 @@ def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreWorke
         return answer
 
     store.after["load"] = flip
-    assert codes_of(queue.load(keys, np.arange(10, 14))) == [OK, DAMAGED, OK, OK]
+    assert codes_of(begin_load(queue, keys, 10)) == [OK, DAMAGED, OK, OK]
     del store.after["load"]
-    assert done(queue.load(keys, np.arange(10, 14))).codes.tolist() == [OK, ABSENT, OK, OK]
+    assert done(begin_load(queue, keys, 10)).codes.tolist() == [OK, ABSENT, OK, OK]
     assert queue.stats().blocks["load", "damaged"] == 1
 
 
@@ -116,10 +118,10 @@ def test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later(store: 
         keys = saved(queue, 2)
     store.before["epoch"] = raising(ConnectionError("not there yet"))
     with open_queue(store) as queue:
-        for job in (queue.find(keys), queue.load(keys, np.arange(2)), queue.save(keys, np.arange(2))):
+        for job in (queue.find(keys), begin_load(queue, keys), queue.save(keys, np.arange(2))):
             assert codes_of(job) == [FAILED] * 2 and "not there" in job.error
         del store.before["epoch"]
-        assert returned(queue.load(keys, np.arange(2))).ok == 2
+        assert returned(begin_load(queue, keys)).ok == 2
 
 
 def test_an_epoch_that_no_store_draws_is_not_taken(store: Wrong) -> None:
@@ -189,7 +191,7 @@ def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
         keys, gate = saved(queue, 4), store.hold("find")
         held = queue.find(keys)
         gate.wait()
-        jobs = [queue.save(keys, np.arange(4)), queue.load(keys, np.arange(10, 14))]
+        jobs = [queue.save(keys, np.arange(4)), begin_load(queue, keys, 10)]
         store.calls.clear()
         gate.open()
         assert held.wait(600) and all(job.wait(600) for job in jobs)
@@ -206,7 +208,7 @@ def test_a_deadline_that_has_passed_reaches_no_store(store: Wrong, queue: StoreW
 
 def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
     queue, gate = open_queue(store), store.hold("save")
-    job = queue.save(keys_of(queue, 4), np.arange(4))
+    job = begin_save(queue, 4)
     gate.wait()
     assert not queue.close(0.05) and job.codes.tolist() == [CANCELLED] * 4 and not job.returned
     assert "close" not in store.calls

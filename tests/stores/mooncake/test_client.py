@@ -20,7 +20,18 @@ from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.children import in_child, refuses
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, codes_of, keys_of, memory, returned
+from tests.stores.lab import (
+    BLOCK_BYTES,
+    IDENTITY,
+    OTHER,
+    Gate,
+    begin_load,
+    begin_save,
+    codes_of,
+    keys_of,
+    memory,
+    returned,
+)
 from tests.stores.mooncake.cluster import object_prefix
 
 SIZE = BLOCK_BYTES + 16
@@ -186,7 +197,7 @@ def test_each_code_has_one_meaning_and_is_counted(
     for name in ("batch_put_from_multi_buffers", "batch_get_into_multi_buffers", "batch_is_exist"):
         library.answers[name] = code
     keys = keys_of(queue, 2)
-    jobs = [queue.find(keys), queue.save(keys, np.arange(2)), queue.load(keys, np.arange(2))]
+    jobs = [queue.find(keys), queue.save(keys, np.arange(2)), begin_load(queue, keys)]
     assert [codes_of(job) for job in jobs] == [[meaning] * 2] * 3
     assert queue.stats().store[reason] == 6
     if meaning == FAILED:
@@ -196,7 +207,7 @@ def test_each_code_has_one_meaning_and_is_counted(
 def test_a_put_that_stored_nothing_is_refused(queue: StoreWorker, library: Library) -> None:
     """It says 0 if another client has begun with the key, and will never end."""
     library.answers["batch_is_exist"] = lambda keys: [1, 0, -900]
-    assert codes_of(queue.save(keys_of(queue, 3), np.arange(3))) == [OK, REFUSED, FAILED]
+    assert codes_of(begin_save(queue, 3)) == [OK, REFUSED, FAILED]
     assert queue.stats().store["not_stored"] == 1
 
 
@@ -277,14 +288,12 @@ def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreWorker
     library.answers["batch_remove"] = lambda keys, force: removed.append(len(keys)) or [0] * len(keys)
     tag = queue.secret.tag(b"tenant")
     for first in (0, 4):
-        job = queue.save(keys_of(queue, 4, first), np.arange(4), tag=tag, limit=6)
+        job = begin_save(queue, 4, first, tag=tag, limit=6)
         assert returned(job).ok == 4
     assert removed == [2] and queue.stats().store["dropped"] == 2
     library.answers["batch_remove"] = -900
-    assert codes_of(queue.save(keys_of(queue, 4, 8), np.arange(4), tag=tag, limit=6)) == [FAILED] * 4, (
-        "what cannot be dropped still counts"
-    )
-    assert codes_of(queue.save(keys_of(queue, 1, 20), np.arange(1), tag=tag, limit=0)) == [REFUSED]
+    assert codes_of(begin_save(queue, 4, 8, tag=tag, limit=6)) == [FAILED] * 4, "what cannot be dropped still counts"
+    assert codes_of(begin_save(queue, 1, 20, tag=tag, limit=0)) == [REFUSED]
 
 
 # -- beginning -----------------------------------------------------------------------------------------
