@@ -428,6 +428,17 @@ def test_a_store_that_fails_lies_or_is_late_is_suspended_until_a_probe(store: Wr
     assert worker.usable("load") and not worker.suspended
 
 
+def test_drops_are_reported_and_do_not_change_health(store: Wrong, worker: StoreWorker) -> None:
+    """Two clears of the same namespace are one job, which is reported to both."""
+    keys, names_done, gate = save(worker, 2), list[str](), store.hold("clear")
+    jobs = [worker.clear(done=lambda job, name=name: names_done.append(name)) for name in ("one", "other")]
+    assert jobs[0] is jobs[1]
+    gate.open()
+    until(worker, lambda: len(names_done) == 2)
+    dropped = worker.forget(keys)
+    assert dropped.wait(600) and dropped.ok == 2 and names_done == ["one", "other"] and not worker.suspended
+
+
 def test_a_call_that_raises_keeps_no_other_from_being_made(worker: StoreWorker) -> None:
     calls = Calls()
 
