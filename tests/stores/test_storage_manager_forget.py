@@ -18,6 +18,7 @@ from tests.engine import Engine
 from tests.stores.lab import Gate, Wrong
 from tests.stores.pool_lab import (
     IDENTITY,
+    T,
     fetch,
     grouped,
     make_engine,
@@ -239,6 +240,7 @@ def test_bad_arguments_change_nothing(engine: Engine) -> None:
         for call in calls:
             with pytest.raises(TypeError):
                 call()
+        assert manager.forget(PROMPT[: T - 1]).stores == {"memory": 0}, "no block is full"
         assert engine.reusable(PROMPT) > 0 and len(memory._blocks) == BLOCKS
 
 
