@@ -16,6 +16,7 @@ from kvpool import Lease, PoolClosed
 from kvpool.device.cpu import CpuDevice
 from kvpool.errors import BlockNotFound, LeaseExpired
 from kvpool.pool.leases import Leases
+from tests import debug
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab
 
@@ -204,12 +205,9 @@ def test_a_copy_that_one_group_loses_gives_the_lease_back_whole(
         patched.setattr(engine.cache.core.transfer, "drain", lambda: None)
         assert engine.cache.content.offload(keys) == 8
     state, layer_group = engine.cache.core.states[group], engine.cache.groups[group]
-    twins = {
-        state.blocks[b]["key0"]: int(state.blocks[b]["other_copy"])
-        for b in range(layer_group.device_blocks)
-        if state.blocks[b]["other_copy"] >= 0
-    }
-    target.append(twins[np.int64(keys[2, 0].view(np.int64))] + layer_group.first_host_block - layer_group.device_blocks)
+    copied = debug.cached(state)["device"][keys[2].tobytes()]
+    host_block = int(state.blocks["other_copy"][copied]) - layer_group.device_blocks
+    target.append(layer_group.first_host_block + host_block)
     with pytest.raises(BlockNotFound, match=keys[2].tobytes().hex() if by_key else f"block {target[0]} is unknown"):
         if by_key:
             engine.cache.pin(keys, tier="host")

@@ -170,49 +170,22 @@ PLAIN = re.compile(
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""
 NO_ARRAYS = {
-    # of any package's, but each stands for one thing
-    *(
-        f"{owner}.stream"
-        for owner in (
-            "KVCacheManager",
-            "GraphTables",
-            "HostCopies",
-            "HostCopy",
-            "LayerLoads",
-            "Lease",
-            "Reservation",
-        )
-    ),
-    *("gather_kv.stream", "scatter_kv.stream", "BlockLayout.dtype", "PagedKV.owner", "StridedArray.owner"),
-    *("KVCacheManager.namespace", "StorageManager.namespace"),  # a pair of texts
-    "ModelIdentity.layout",  # a text, or layouts, which are immutable
-    "HostTier.cache",  # a HostCache
-    # of layouts, caches and groups, which are immutable
-    *("HostCache.block_bytes", "HostTier.block_bytes", "HostCopies.caches", "LayerGroup.layout", "split_blocks.groups"),
-    # read when a part is made, by names, and never handed to jitted code
-    *(
-        "StorageManager.stores",
-        "StorageManager.quotas",
-        "HostStorageManager.stores",
-        "HostStorageManager.policies",
-        "StepTables.as_table",
-    ),
-    "warm_up.caches",  # PagedKV, which are immutable
-    "StoreWorker.owner",  # is compared by identity
-    *("KVCacheManager.device_blocks", "KVCacheManager.host_blocks", "KVCacheManager.groups"),
-    *("BlockKeys.root", "BlockKeys.origin", "HostSlots.blocks"),  # tuples
+    "KVCacheManager": "stream namespace device_blocks host_blocks groups",  # a pair of texts, numbers
+    **dict.fromkeys(("GraphTables", "HostCopy", "LayerLoads", "Lease", "Reservation"), "stream"),
+    "HostCopies": "stream caches",  # caches and layouts are immutable
+    **{"HostCache": "block_bytes", "LayerGroup": "layout", "ModelIdentity": "layout", "BlockLayout": "dtype"},
+    "HostTier": "cache block_bytes",
+    **{"PagedKV": "owner", "StridedArray": "owner", "StoreWorker": "owner"},  # is compared by identity
+    "StorageManager": "namespace stores quotas",  # read when a part is made, and never handed to jitted code
+    **{"HostStorageManager": "stores policies", "StepTables": "as_table"},
+    **{"BlockKeys": "root origin", "HostSlots": "blocks"},  # tuples
 }
-"""Arguments without arrays, whatever their type is: as class.argument, or function.argument."""
+"""Arguments of classes that are no arrays, whatever their type is."""
 IN_PLACE = {
-    "KVCacheManager.retention",  # tuples, read into rows of the call
-    *("KVCacheManager.scale", "KVCacheManager.v_offset"),  # read into tuples of ints
-    *("KVCacheManager.target", "KVCacheManager.indptr", "KVCacheManager.indices", "KVCacheManager.last_page_len"),
-    *("MemoryOptions.device_memory", "MemoryOptions.host_memory", "MemoryOptions.table"),
-    *("KVCacheManager.data", "gather_kv.out", "scatter_kv.source"),  # KV itself
-    *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory"),
-    "StoreWorker.memory",
-    *(f"StepTables.{name}" for name in NAMES),
-    *("PagedKV.planes", "PagedKV.bases"),  # of ``PagedKV.of``, which has made and checked them
+    "KVCacheManager": "retention scale v_offset target indptr indices last_page_len data",  # read at once, or KV itself
+    "MemoryOptions": "device_memory host_memory table",
+    "PagedKV": "arrays pool planes bases",  # ``PagedKV.of`` has made and checked the last two
+    **{"HostTier": "memory", "StoreWorker": "memory", "StepTables": " ".join(NAMES)},
 }
 """Memory of the caller's that is meant to be used in place, and what is read at once and looked at elsewhere."""
 VERBS = (
@@ -294,7 +267,7 @@ def not_walked(owner: type) -> list[str]:
         f"{name}.{method}({argument})"
         for method, call in _methods(owner)
         for argument in _arguments(call)
-        if f"{name}.{argument}" not in NO_ARRAYS | IN_PLACE
+        if argument not in f"{NO_ARRAYS.get(name)} {IN_PLACE.get(name)}".split()
         and (prefix + method if method else name, argument) not in walked | BY_NAME
     ]
 

@@ -258,34 +258,24 @@ def test_what_is_written_while_the_device_compares_is_not_taken_for_undeclared(
 
 
 def test_every_group_declares_what_its_loader_writes() -> None:
-    sim = SimDevice(progress=0.3)
-    groups, tokens = [FULL, WINDOWED, RECURRENT, CROSS], list(range(22))
-    options: dict[str, Any] = {
-        "device": sim,
-        "memory": MemoryOptions(shared=True),
-        "max_sequence_tokens": 64,
-        "secret": bytes(16),
-    }
-    with (
-        KVCacheManager(groups=groups, device_blocks=[12, 12, 8, 4], **options) as cache,
-        attach(cache.memory.share()) as there,
-    ):
+    sim, tokens = SimDevice(progress=0.3), list(range(22))
+    options: dict[str, Any] = {"device": sim, "memory": MemoryOptions(shared=True), "max_sequence_tokens": 64}
+    groups = {"groups": [FULL, WINDOWED, RECURRENT, CROSS], "device_blocks": [12, 12, 8, 4]}
+    with KVCacheManager(**groups, **options) as cache, attach(cache.memory.share()) as there:
         reservation = cache.imports.reserve(tokens, encoder_tokens=7)
-        for group, layouts in enumerate(there.layouts):
+        blocks = [reservation.blocks_of(group) for group in range(4)]
+        for group, pools in enumerate(there.pools):
             slots = reservation.slot_mapping_of(group)
-            for layout, pool in zip(layouts, there.pools[group], strict=True):
+            for layout, pool in zip(there.layouts[group], pools, strict=True):
                 shape = (layout.planes, layout.layers, len(slots), layout.kv_heads, layout.head_dim)
                 scatter_kv(PagedKV.of_pool(layout, pool), slots, np.ones(shape, layout.storage_dtype))
-            assert (
-                np.count_nonzero(slots >= 0) == (22, 22, np.count_nonzero(reservation.blocks_of(group) >= 0), 7)[group]
-            )
+            assert np.count_nonzero(slots >= 0) == (22, 22, np.count_nonzero(blocks[group] >= 0), 7)[group]
         sim.check()
         reservation.commit()
         assert cache.match_prefix([*tokens, 1]).tokens > 0
-        for group in range(len(groups)):
-            block = int(reservation.blocks_of(group)[reservation.blocks_of(group) >= 0][0])
-            for pool in there.pools[group]:
-                pool[0, 0, block] += 1
+        for group, pools in enumerate(there.pools):
+            for pool in pools:
+                pool[0, 0, blocks[group][blocks[group] >= 0][0]] += 1
                 with pytest.raises(UndeclaredWrite):
                     sim.check()
     sim.close()
