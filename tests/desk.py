@@ -37,10 +37,9 @@ def handled(number: int = signal.SIGALRM, handler: Any = alarm) -> Iterator[None
         signal.signal(number, before)
 
 
-def free_in_another_thread(cache: KVCacheManager, where: str) -> None:
-    """Another thread can call the pool."""
+def works_in_another_thread(call: Callable[[], Any], where: str) -> None:
     done: list[object] = []
-    thread = threading.Thread(target=lambda: done.append(cache.free_blocks), daemon=True)
+    thread = threading.Thread(target=lambda: done.append(call()), daemon=True)
     thread.start()
     thread.join(600)
     assert done, f"a lock is held {where}"
@@ -103,7 +102,7 @@ class Desk:
         cache, staging, transfer = self.cache, self.cache._staging, self.cache.core.transfer
         assert not cache.core._owned() and not transfer.enqueuing and not cache._writer._one.locked(), where
         assert not staging._lock.locked(), where
-        free_in_another_thread(cache, where)
+        works_in_another_thread(lambda: cache.free_blocks, where)
         cache.verify()
         cache.content.refresh(0)
         cache._writer._give_back(0)  # as the next import does

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from random import Random
 
@@ -19,6 +18,7 @@ from kvpool.pool import Missed
 from kvpool.state.hashing import block_key
 from tests import debug
 from tests.hostcache.conftest import ABSENT, HERE, IDENTITY, Make, calls, keys, look, store
+from tests.waiting import at_once
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,6 @@ def test_a_block_is_written_by_one_and_read_with_its_content(make: Make) -> None
 
     def work(seed: int) -> None:
         random = np.random.default_rng(seed)
-        barrier.wait()
         for _ in range(150):
             try:
                 (store if random.random() < 0.5 else load)(random)
@@ -246,10 +245,7 @@ def test_a_block_is_written_by_one_and_read_with_its_content(make: Make) -> None
             if random.random() < 0.05:
                 cache.forget([FEW_NAMES[int(random.integers(len(FEW_NAMES)))]])
 
-    barrier = threading.Barrier(6)
-    with ThreadPoolExecutor(6) as threads:
-        for future in [threads.submit(work, seed) for seed in range(6)]:
-            future.result()
+    at_once(work, range(6))
     assert cache.stats().used == 0 and seen[0] and seen[1]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,7 +20,7 @@ from kvpool import HostCache, PoolClosed
 from kvpool.errors import BlockNotFound, LeaseExpired
 from kvpool.state import hostcache
 from kvpool.state.saving import SAVERS
-from tests.desk import Ends
+from tests.desk import Ends, works_in_another_thread
 from tests.exact import At
 from tests.hostcache.conftest import Make, calls, keys, store
 from tests.seeds import some_of
@@ -90,12 +89,9 @@ class Scene:
 
     def check(self, where: str) -> None:
         """Invariants; no lock is held; what is held is what is listed."""
-        cache, done = self.cache, list[object]()
+        cache = self.cache
         assert not cache._lock._is_owned(), where  # type: ignore[attr-defined]
-        thread = threading.Thread(target=lambda: done.append(cache.find(b"a")), daemon=True)
-        thread.start()
-        thread.join(600)
-        assert done, f"the lock is held {where}"
+        works_in_another_thread(lambda: cache.find(b"a"), where)
         cache.verify()
         assert cache._changes.torn is None and not cache._changes._open, where
         stats = cache.stats()

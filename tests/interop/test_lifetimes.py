@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvpool.common.arrays import dlpack
 from kvpool.device.memory import Export
 from kvpool.errors import PoolBusy
 from tests.interop.arrays import DLPackOnly, open_pool
+from tests.waiting import at_once
 
 ROOT = Path(__file__).resolve().parents[2]
 THROUGH: list[Callable[[Export], Any]] = [
@@ -109,33 +111,23 @@ def test_a_deleter_may_be_called_by_a_thread_without_the_interpreter(version: An
 
 def test_threads_that_take_and_drop_views_meet_a_close_without_harm() -> None:
     cache = open_pool()
-    export, errors, stop = cache.memory.export("host"), [], threading.Event()
+    export = cache.memory.export("host")
 
     def take() -> None:
-        try:
-            while not stop.is_set():
-                view = np.from_dlpack(export)
-                assert view.shape == export.shape
-                del view
-        except PoolClosed:
-            pass
-        except BaseException as error:
-            errors.append(error)
+        with suppress(PoolClosed):
+            while True:
+                assert np.from_dlpack(export).shape == export.shape
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        while not cache.closed:
-            try:
-                cache.close()
-            except PoolBusy:
+    def close() -> None:
+        try:
+            while not cache.closed:
+                with suppress(PoolBusy):
+                    cache.close()
                 gc.collect()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not errors
+        finally:
+            cache.close(force=True)
+
+    at_once(lambda act: act(), [take] * 4 + [close])
 
 
 def test_what_a_pool_was_given_is_let_go() -> None:

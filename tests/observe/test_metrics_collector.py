@@ -34,6 +34,7 @@ from kvpool.integrations.metric_definitions import (
 from kvpool.integrations.metrics import DASHBOARD, PoolMetrics, served
 from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.tools.replay import Replay
+from tests.waiting import at_once
 
 SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS, *STORAGE_DEFINITIONS)
 """What the dashboard shows."""
@@ -145,29 +146,28 @@ def test_a_pool_is_read_once_for_each_scrape_and_at_no_other_time(monkeypatch: p
 
 
 def test_every_scrape_is_of_one_moment_while_the_pool_works(make: Make) -> None:
-    engine, registry, done = make(P=6, S=3), CollectorRegistry(), threading.Event()
+    engine, registry = make(P=6, S=3), CollectorRegistry()
     sums: list[list[float]] = []
-    failures: list[BaseException] = []
+    done = threading.Event()
 
     def watch() -> None:
+        while not done.is_set():
+            blocks = [s for s in scrape(registry) if s.name == "kvpool_blocks"]
+            sums.append([sum(s.value for s in blocks if s.labels["tier"] == tier) for tier in ("device", "host")])
+
+    def work() -> None:
         try:
-            while not done.is_set():
-                blocks = [s for s in scrape(registry) if s.name == "kvpool_blocks"]
-                sums.append([sum(s.value for s in blocks if s.labels["tier"] == tier) for tier in ("device", "host")])
-        except BaseException as error:
-            failures.append(error)
+            for turn in count():
+                engine.seed(range(9 * (turn % 4), 9 * (turn % 4) + 9), committed=9)
+                if turn >= 30 and len(sums) > 2:
+                    break
+        finally:
+            done.set()
 
     with PoolMetrics(registry) as metrics:
         metrics.add("a", engine.cache)
-        thread = threading.Thread(target=watch)
-        thread.start()
-        for round_ in count():
-            engine.seed(range(9 * (round_ % 4), 9 * (round_ % 4) + 9), committed=9)
-            if failures or round_ >= 30 and len(sums) > 2:
-                break
-        done.set()
-        thread.join()
-    assert not failures and sums and all(totals == [6, 3] for totals in sums)
+        at_once(lambda call: call(), (watch, work))
+    assert all(totals == [6, 3] for totals in sums)
 
 
 def changed(value: Any) -> Any:

@@ -11,12 +11,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from engine import Make
 from kvpool.integrations.kv_events import KVEventPublisher
+from tests.waiting import until
 
 SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
 
@@ -39,29 +41,20 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        options = [
-            "--block-size",
-            str(tokens),
-            "--port",
-            str(port),
-            "--threads",
-            "1",
-            "--workers",
-            f"1={publisher.endpoint}",
-        ]
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-        )
-        end = time.monotonic() + 600
-        while time.monotonic() < end:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=600):
-                    return port
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.05)
-        raise AssertionError("the indexer does not answer")
+        options = f"--block-size {tokens} --port {port} --threads 1 --workers 1={publisher.endpoint}".split()
+        command = [sys.executable, "-c", SCRIPT, *options]
+        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+        def answers() -> bool:
+            with (
+                suppress(urllib.error.URLError, ConnectionError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health"),
+            ):
+                return True
+            return False
+
+        until(answers, "indexer")
+        return port
 
     yield start
     for process in started:
@@ -77,18 +70,7 @@ def cached_tokens(port: int, prompt: range, **names: Any) -> tuple[int, int]:
 
 
 def await_tokens(port: int, prompt: range, tokens: tuple[int, int], **names: Any) -> None:
-    end = time.monotonic() + 600
-    while cached_tokens(port, prompt, **names) != tokens and time.monotonic() < end:
-        time.sleep(0.05)
-    assert cached_tokens(port, prompt, **names) == tokens
-
-
-def subscribed(port: int, prompt: range, again: Callable[[], object]) -> None:
-    """Repeat what stores a prompt until the indexer's subscription has reached the publisher."""
-    end = time.monotonic() + 600
-    while cached_tokens(port, prompt) != (len(prompt), len(prompt)) and time.monotonic() < end:
-        again()
-        time.sleep(0.05)
+    until(lambda: cached_tokens(port, prompt, **names) == tokens, str(tokens))
 
 
 def test_dynamo_finds_what_the_pool_would_reuse(make: Make, index: Callable[..., int]) -> None:
@@ -99,8 +81,10 @@ def test_dynamo_finds_what_the_pool_would_reuse(make: Make, index: Callable[...,
         def again() -> None:
             engine.cache.clear()
             engine.seed(range(5000, 5081), committed=80)
+            time.sleep(0.05)
 
-        subscribed(port, range(5000, 5080), again)
+        # Until the subscription of the indexer has reached the publisher.
+        until(lambda: cached_tokens(port, range(5000, 5080)) == (80, 80) or again(), "subscription")
         for start in (0, 1000):
             engine.seed(range(start, start + 81), committed=80)
         engine.seed(range(81), committed=80, adapter_id="lora", salt="tenant")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from contextlib import ExitStack, suppress
 from inspect import signature
 from typing import Any
@@ -21,6 +20,7 @@ from parts import public_names, reach
 from tests import debug
 from tests.desk import Desk, Ends
 from tests.race.lab import Lab
+from tests.waiting import at_once
 
 T = 4
 INSIDE = r"exclusive: expected match_prefix, pin, .* or Lease.close, got "
@@ -38,27 +38,19 @@ def picture(cache: KVCacheManager) -> tuple[bytes, list[bytes]]:
 def test_no_call_of_another_thread_comes_between() -> None:
     """The pool has room for two. Each thread gives its blocks back and takes others: there is always room."""
     with KVCacheManager(small_layout(T), device_blocks=4, device="cpu") as cache:
-        errors: list[Exception] = []
 
         def run(token: int) -> None:
-            try:
+            with cache.exclusive():
+                sequence = cache.add_sequence([token] * 2 * T)
+            for turn in range(60):
                 with cache.exclusive():
-                    sequence = cache.add_sequence([token] * 2 * T)
-                for turn in range(60):
-                    with cache.exclusive():
-                        cache.release(sequence, store=bool(turn % 2))
-                        sequence = cache.add_sequence([token + turn % 3] * 2 * T)
-                with cache.exclusive():
-                    cache.release(sequence)
-            except Exception as error:
-                errors.append(error)
+                    cache.release(sequence, store=bool(turn % 2))
+                    sequence = cache.add_sequence([token + turn % 3] * 2 * T)
+            with cache.exclusive():
+                cache.release(sequence)
 
-        threads = [threading.Thread(target=run, args=(10 * i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(600)
-        assert not errors and cache.free_blocks == 4
+        at_once(run, (0, 10))
+        assert cache.free_blocks == 4
         cache.verify()
 
 
@@ -196,15 +188,11 @@ def test_a_lease_is_readable_once_its_block_has_ended() -> None:
     with cache.exclusive():
         added = cache.add_sequence(list(range(9)))
         lease = cache.pin(keys, tier="device", stream=0)
-        for target in (lambda: read(lease), lambda: threading.Thread(target=read, args=(lease,))):
-            thread = target()
-            if thread is not None:
-                thread.start()
-                thread.join(600)
+        read(lease)
+        at_once(read, [lease])
         assert not seen and len(lease.blocks) == 2
-    assert (
-        lease.addresses.tolist() == lease.addresses_of(0).tolist() == cache.pin(keys, tier="device").addresses.tolist()
-    )
+    again = cache.pin(keys, tier="device")
+    assert lease.addresses.tolist() == lease.addresses_of(0).tolist() == again.addresses.tolist()
     for held in cache.leases:
         held.close()
     cache.release(added)
@@ -298,27 +286,26 @@ def test_a_state_in_doubt_ends_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- destructors -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["between", "inside a call", "collector", "weakref"])
+@pytest.mark.parametrize("where", ["between", "inside a call", "collector"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_destructor_in_a_block_may_close_a_lease_and_is_refused_what_waits(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = Desk("cpu")
     desk.ready()
-    cache, raised, names = desk.cache, list[str](), desk.cache.core.names
+    cache, refusals, names = desk.cache, list[str](), desk.cache.core.names
     learn = names.learn
 
     def act() -> None:
         for call in (cache.stats, lambda: cache.pin(desk.known), cache.close, lambda: cache.imports.reserve([1])):
             with pytest.raises(RuntimeError, match="exclusive") as refused:
                 call()
-            raised.append(str(refused.value))
+            refusals.append(str(refused.value))
         desk.lease.close()
 
-    owners: list[Any] = [Ends(act)] if where != "weakref" else [threading.Event()]
-    kept = weakref.ref(owners[0], lambda _: act()) if where == "weakref" else None
-    if where != "weakref":
-        owners[0].itself = owners[0] if where == "collector" else None
+    owners = [Ends(act)]
+    if where != "collector":
+        owners[0].itself = None  # type: ignore[assignment]
 
     def meanwhile(keys: Any) -> None:
         owners.clear()
@@ -331,6 +318,6 @@ def test_a_destructor_in_a_block_may_close_a_lease_and_is_refused_what_waits(
             owners.clear()
             gc.collect()
         cache.add_sequence(desk.fresh)
-    assert len(raised) == 4 and desk.lease.closed and (kept is None or kept() is None)
+    assert len(refusals) == 4 and desk.lease.closed
     desk.check(where)
     desk.clear(where)

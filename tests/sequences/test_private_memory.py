@@ -136,10 +136,6 @@ def _outcome(case: Case, scene: Any, name: str, form: str, line: int, changes: b
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("case", "name", "form"), CHANGED)
 def test_memory_that_changes_at_any_line_of_a_call_counts_as_a_whole(case: Case, name: str, form: str) -> None:
-    walk(case, name, form)
-
-
-def walk(case: Case, name: str, form: str) -> None:
     with scenes(case) as scene_of:
         _outcome(case, scene_of(), name, form, -1)  # compiles
         before, lines = _outcome(case, scene_of(), name, form, -1)
