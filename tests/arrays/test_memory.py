@@ -19,7 +19,6 @@ from kvpool.errors import DeviceError, InsufficientMemory, KVPoolError, PoolClos
 from tests.device.regions import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, LAYOUTS, ids_of
 from tests.interop.arrays import aligned
 
-GIB = 1 << 30
 LAYOUT = BlockLayout(2, 2, 4, 4)
 
 
@@ -68,17 +67,25 @@ def test_views_outlive_the_pools_and_memory_goes_with_the_last_one() -> None:
 # What does not fit
 
 
-def test_what_does_not_fit_says_how_much_was_asked_for_and_how_much_there_is() -> None:
-    block = LAYOUT.block_bytes
-    device = SmallDevice({"device": 4 * GIB, "host": block})
-    with pytest.raises(InsufficientMemory, match=f"{2 * block} bytes.*GiB.*{block} bytes") as caught:
-        MemoryPools(device, LAYOUT, 1, 2)
-    assert (caught.value.requested, caught.value.available, caught.value.tier) == (2 * block, block, "host")
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_sum_of_all_parts_has_to_fit_into_a_tier(tier: str) -> None:
+    whole = sum(SIZES[tier])
+    device = SmallDevice(ROOM | {tier: whole - 1})
+    with pytest.raises(InsufficientMemory, match=rf"^{tier} tier.*{whole} bytes.*GiB.*{whole - 1} bytes") as caught:
+        make_groups(device)
+    assert (caught.value.requested, caught.value.available, caught.value.tier) == (whole, whole - 1, tier)
     assert isinstance(caught.value, MemoryError) and isinstance(caught.value, KVPoolError)
     assert device.allocated == []
-    MemoryPools(device, LAYOUT, 1, 1)
+    make_groups(SmallDevice(ROOM | {tier: whole})).close()
+
+
+def test_more_than_any_machine_has_is_refused_before_it_is_allocated() -> None:
+    device = SmallDevice(ROOM)
     with pytest.raises(InsufficientMemory):
-        MemoryPools(SmallDevice(ROOM), BlockLayout(2**20, 2**20, 2**20, 16), BLOCKS_MAX, 0)
+        MemoryPools(device, BlockLayout(2**20, 2**20, 2**20, 16), BLOCKS_MAX, 0)
+    with pytest.raises(ValueError, match=f"device_blocks, host_blocks: expected up to {BLOCKS_MAX} together, got "):
+        MemoryPools(device, LAYOUTS[:2], [2**30, 2**30], [0, 0])
+    assert not device.allocated
 
 
 def test_tiers_of_one_memory_have_to_fit_together() -> None:
@@ -220,15 +227,6 @@ def test_closed_pools_say_so_and_close_again() -> None:
 # What does not fit
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_the_sum_of_all_parts_has_to_fit_into_a_tier(tier: str) -> None:
-    whole = sum(SIZES[tier])
-    with pytest.raises(InsufficientMemory, match=f"^{tier} tier") as caught:
-        make_groups(SmallDevice(ROOM | {tier: whole - 1}))
-    assert (caught.value.requested, caught.value.available) == (whole, whole - 1)
-    make_groups(SmallDevice(ROOM | {tier: whole})).close()
-
-
 @pytest.mark.parametrize("fail_at", range(2 * len(PARTS)))
 def test_when_any_allocation_fails_those_before_it_are_given_back(fail_at: int) -> None:
     device = SmallDevice(ROOM, fail_at=fail_at)
@@ -326,10 +324,3 @@ def test_no_two_parts_or_tiers_of_the_caller_share_bytes(tier: str, place: int) 
     assert device.freed == 2 * len(PARTS)
     mine[tier][place] = aligned(SIZES[tier][place])
     make_groups(device, device_memory=mine["device"], host_memory=mine["host"]).close()
-
-
-def test_more_blocks_than_ids_are_refused() -> None:
-    device = SmallDevice(ROOM)
-    with pytest.raises(ValueError, match=f"device_blocks, host_blocks: expected up to {BLOCKS_MAX} together, got "):
-        MemoryPools(device, LAYOUTS[:2], [2**30, 2**30], [0, 0])
-    assert not device.allocated
