@@ -18,9 +18,8 @@ from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
 from kvpool.device.work import Fragments, TokenMoves
-from kvpool.errors import DeviceError, PoolClosed
+from kvpool.errors import PoolClosed
 from tests.device import reference
-from tests.device.faults import FaultyDevice
 from tests.device.pools import (
     DEVICE_BLOCKS,
     as_moves,
@@ -151,28 +150,6 @@ def test_get_device_knows_names_and_devices() -> None:
     for wrong in ("gpu", "", None, CpuDevice):
         with pytest.raises((TypeError, ValueError), match="device: "):
             get_device(wrong)  # type: ignore[arg-type]
-
-
-# The fault injector that other tests rely on
-
-
-@pytest.mark.parametrize("sticky", [False, True])
-@pytest.mark.parametrize("completed", [0, 1, 2])
-def test_faulty_device_has_copied_exactly_what_it_says(layout: BlockLayout, completed: int, sticky: bool) -> None:
-    device = FaultyDevice(CpuDevice(), fail_at={(1, completed)}, sticky=sticky)
-    pools = make_pools(device, layout)
-    rows = as_moves((0, 7, 4), (1, 8, 4), (2, 9, 4))
-    device.copy_blocks(as_moves((3, 4, 4)))
-    expected = images(pools)
-    reference.copy_blocks(layout, *expected, rows[:completed])
-    for _ in range(1 + sticky):
-        with pytest.raises(DeviceError) as caught:
-            device.copy_blocks(rows)
-        assert caught.value.sticky == sticky
-        assert_images(pools, expected)
-        assert device.failures > 1 or caught.value.completed == completed
-    if not sticky:
-        assert_same_as_reference(pools, rows)
 
 
 # ----------------------------------------
