@@ -65,7 +65,11 @@ NO_LAYOUTS = ["vllm", "", "L | B T H", "L B T H D", "X | B D", "L | B B D", "L |
 
 
 def raw(
-    shape: tuple[int, ...], strides: tuple[int, ...] | None = None, shift: int = 0, itemsize: int = 2, **options: Any
+    shape: tuple[int, ...] = (4, 2, 8),
+    strides: tuple[int, ...] | None = None,
+    shift: int = 0,
+    itemsize: int = 2,
+    **options: Any,
 ) -> StridedArray:
     base = -(-RAW.ctypes.data // 16) * 16
     return StridedArray(base + shift, shape, itemsize, strides, **options)
@@ -74,25 +78,25 @@ def raw(
 @pytest.mark.parametrize(
     ("arrays", "layout", "match"),
     [
-        ([raw((4, 2, 8), (-32, 16, 2))], "mla", "must not be negative"),
-        ([raw((4, 2, 8), (32, 0, 2))], "mla", "elements overlap"),
-        ([raw((4, 2, 8), (32, 14, 2))], "mla", "elements overlap: 14 bytes .* 16 are taken"),
-        ([raw((4, 2, 8), (33, 16, 2))], "mla", "multiples of 2 bytes"),
-        ([raw((4, 2, 8), shift=1)], "mla", "multiples of 2 bytes"),
-        ([raw((4, 2, 8), (128, 64, 4))], "mla", "expected contiguous"),
+        ([raw(strides=(-32, 16, 2))], "mla", "must not be negative"),
+        ([raw(strides=(32, 0, 2))], "mla", "elements overlap"),
+        ([raw(strides=(32, 14, 2))], "mla", "elements overlap: 14 bytes .* 16 are taken"),
+        ([raw(strides=(33, 16, 2))], "mla", "multiples of 2 bytes"),
+        ([raw(shift=1)], "mla", "multiples of 2 bytes"),
+        ([raw(strides=(128, 64, 4))], "mla", "expected contiguous"),
         ([raw((4, 0, 8))], "mla", "no elements"),
         ([StridedArray(0, (4, 2, 8), 2)], "mla", "no elements"),
         ([StridedArray(2**63 - 64, (4, 2, 8), 2)], "mla", "pass the end of memory"),
         ([raw((4, 2, 1, 8))], "mla", r"arrays: expected 3 axes \(B T D\), got .* of plane, layer \(0, 0\)"),
         ([raw((4, 2, 2, 8))], "mla_one_head", "expected 1 where"),
-        ([raw((4, 2, 8)), raw((4, 2, 8))], "mla", "two layers share bytes, in plane 0"),
-        ([raw((4, 2, 8)), raw((4, 2, 4), shift=512)], "mla", "plane 0: layer 1 has"),
-        ([raw((4, 2, 8)), raw((3, 2, 8), shift=512)], "mla", r"\(blocks, tokens\): .* has \(3, 2\)"),
-        ([raw((4, 2, 8)), raw((4, 2, 16), shift=512, itemsize=1)], "mla", "itemsize"),
-        ([raw((4, 2, 8)), raw((4, 2, 8), shift=512, memory="device")], "mla", "memory"),
-        ([[raw((4, 2, 8))], [raw((4, 2, 8), shift=16)]], "P L | B T D", "planes 0 and 1 share bytes"),
-        ([[raw((4, 2, 8))], [raw((4, 2, 8), shift=512)] * 2], "P L | B T D", "lists of one length"),
-        ([[raw((4, 2, 8), shift=512 * p)] for p in range(5)], "P L | B T D", "arrays: expected up to 4 planes, got 5"),
+        ([raw(), raw()], "mla", "two layers share bytes, in plane 0"),
+        ([raw(), raw((4, 2, 4), shift=512)], "mla", "plane 0: layer 1 has"),
+        ([raw(), raw((3, 2, 8), shift=512)], "mla", r"\(blocks, tokens\): .* has \(3, 2\)"),
+        ([raw(), raw((4, 2, 16), shift=512, itemsize=1)], "mla", "itemsize"),
+        ([raw(), raw(shift=512, memory="device")], "mla", "memory"),
+        ([[raw()], [raw(shift=16)]], "P L | B T D", "planes 0 and 1 share bytes"),
+        ([[raw()], [raw(shift=512)] * 2], "P L | B T D", "lists of one length"),
+        ([[raw(shift=512 * p)] for p in range(5)], "P L | B T D", "arrays: expected up to 4 planes, got 5"),
         ([raw((4, 8 * 132))], "dsa_indexer", "not affine: a block holds the values of all its tokens .* 'P L | B T D'"),
         *(([raw((2, 2, 2, 2))], layout, "layout: .*vllm_flash_attention") for layout in NO_LAYOUTS),
         *((arrays, "mla", "a list along L") for arrays in (np.zeros((2, 4, 2, 8)), [], "ab")),
