@@ -214,23 +214,20 @@ def test_shim_threads_load_a_slot_once_and_walk_the_layers_with_it() -> None:
 
 
 def test_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> None:
-    # Values and scales of quantized keys in one block: not affine as one plane, but as two.
-    B, T, L = 4, 8, 2
-    memory, launcher = options.pop("memory"), options.get("launcher")
-    random = np.random.default_rng(1)
-    blocks = [aligned(random.integers(0, 256, B * T * 132, dtype=np.uint8)).reshape(B, T * 132) for _ in range(L)]
-    values = [block[:, : T * 128].reshape(B, T, 128) for block in blocks]
-    scales = [block[:, T * 128 :].reshape(B, T, 4) for block in blocks]
-    cache = PagedKV.of([[as_memory(view, memory) for view in views] for views in (values, scales)], "P L | B T D")
-    out = [np.zeros((L, 5, 128), np.uint8), np.zeros((L, 5, 4), np.uint8)]
-    slots = np.array([31, 0, -1, 9, 8])
-    gather_kv(
-        cache, as_memory(slots, memory), [as_memory(plane, memory) for plane in out], skip_prefix_n_tokens=1, **options
-    )
-    for plane, views in zip(out, (values, scales), strict=True):
-        for i in range(L):
-            expected = np.where(((slots >= 0) & (np.arange(5) >= 1))[:, None], views[i].reshape(B * T, -1)[slots], 0)
-            np.testing.assert_array_equal(plane[i], expected)
+    """Values and scales of quantized keys in one block: not affine as one plane, but as two."""
+    B, T, L, widths = 4, 8, 2, (128, 4)
+    memory, launcher, slots = options.pop("memory"), options.get("launcher"), np.array([31, 0, -1, 9, 8])
+    blocks = np.random.default_rng(1).integers(0, 256, (L, B, T * sum(widths)), dtype=np.uint8)
+    parts = zip(np.split(blocks, [T * widths[0]], axis=2), widths, strict=True)
+    planes = [part.reshape(L, B, T, width) for part, width in parts]
+    cache = PagedKV.of([[as_memory(view, memory) for view in plane] for plane in planes], "P L | B T D")
+    out = [np.zeros((L, 5, width), np.uint8) for width in widths]
+    staged = [as_memory(plane, memory) for plane in out]
+    gather_kv(cache, as_memory(slots, memory), staged, skip_prefix_n_tokens=1, **options)
+    for actual, plane, width in zip(out, planes, widths, strict=True):
+        expected = plane.reshape(L, B * T, width)[:, slots]
+        expected[:, [0, 2]] = 0  # skipped, and without a slot
+        np.testing.assert_array_equal(actual, expected)
     assert launcher is None or len(launcher.launches) == 1
 
 
