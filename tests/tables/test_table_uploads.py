@@ -14,7 +14,7 @@ from kvpool import KVCacheManager, PoolClosed
 from kvpool.device.base import Stream
 from kvpool.errors import DeviceError, UnknownSequence
 from steps import GARBAGE
-from tests.tables.uploads import FORMS, Form, Late, picture, vectors
+from tests.tables.uploads import FORMS, HOST_STEP, Form, Late, picture, vectors
 
 Make = Callable[..., Engine]
 
@@ -24,19 +24,30 @@ def form(request: pytest.FixtureRequest) -> Form:
     return FORMS[request.param]
 
 
+@pytest.mark.parametrize("form", [*FORMS.values(), HOST_STEP], ids=[*FORMS, "step on the host"])
 def test_wrong_sequences_are_refused_and_nothing_is_changed(make: Make, form: Form) -> None:
-    engine, stranger = make(T=2, P=16), make(2, 4)
+    engine, stranger = make(T=2, P=16, S=8), make(2, 4)
     live, gone, foreign = engine.add([1]).id, engine.add(range(5)), stranger.add([1]).id
+    away, failed = (engine.add(range(10 * n, 10 * n + 3)).id for n in (1, 2))
     engine.release(gone)
+    engine.cache.swap_out(away)
     out, untouched = form.targets(3, 4), form.targets(3, 4)
-    unknown: list[Any] = [[live, gone.id], foreign, -1, [live, 2**63 - 1]]
-    for ids in ([live, live], *unknown, [1.5], None, [[1]]):
+    marks = engine.cache.core.tokens.sequences["failed"]
+    refused: list[tuple[Any, Any]] = [
+        *((ids, UnknownSequence) for ids in ([live, gone.id], foreign, -1, [live, 2**63 - 1])),
+        *((ids, (TypeError, ValueError)) for ids in ([live, live], [1.5], None, [[1]])),
+        (away, (ValueError, UnknownSequence)),
+        (failed, DeviceError),
+    ]
+    marks[failed & 0xFFFFFFFF] = 1
+    for ids, error in refused:
         before = picture(engine.cache)
-        with pytest.raises(UnknownSequence if ids in unknown else (TypeError, ValueError)):
+        with pytest.raises(error):
             form.call(engine.cache, out, ids)
         assert picture(engine.cache) == before and str(out) == str(untouched)
+    marks[failed & 0xFFFFFFFF] = 0
     form.call(engine.cache, out, live)
-    engine.cache.close()
+    engine.cache.close(force=True)
     for ids in (live, []):
         with pytest.raises(PoolClosed):
             form.call(engine.cache, out, ids)

@@ -62,6 +62,9 @@ FORMS = {
 }
 
 
+HOST_STEP = FORMS["step"]._replace(call=lambda cache, out, ids: cache.tables.step_tables(ids, out=out))
+
+
 def picture(cache: KVCacheManager) -> tuple[bytes, int, int]:
     """All that a refused call may not change."""
     return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._staging._retained)
