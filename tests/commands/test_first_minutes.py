@@ -6,32 +6,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import Engine
 from kvpool import BlockLayout
 from kvpool.__main__ import main
-
-Make = Callable[..., Engine]
 
 
 def run_without(modules: list[str], code: str) -> subprocess.CompletedProcess[str]:
     """A new interpreter in which these modules cannot be imported runs the code."""
     lines = f"import sys\nfor name in {modules!r}: sys.modules[name] = None\n{code}"
     return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=600)
-
-
-def test_the_statistics_fit_a_screen(make: Make) -> None:
-    engine = make(T=4, P=8, S=4)
-    engine.seed(range(9), committed=8)
-    engine.add(range(9))
-    text = str(engine.cache.stats())
-    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 120
-    assert "8 reused" in text and "8 on the device" in text
 
 
 class TorchType:

@@ -116,19 +116,6 @@ def test_the_legacy_stream_has_one_name_and_the_per_thread_stream_none() -> None
     device.close()
 
 
-def test_events_are_used_again_once_nobody_has_them(driver: Driver) -> None:
-    device = CudaDevice()
-    stream = device.create_stream("copies")
-    for on in (stream, Stream(driver.stream())):
-        with driver.counting("cuEventCreate") as grown:
-            for _ in range(50):
-                device.wait(NULL_STREAM, device.record(on))
-        assert grown == {"cuEventCreate": 1}, "the device keeps the last one of a stream of a caller"
-    kept = [device.record(stream) for _ in range(3)]
-    assert len({event.handle for event in kept}) == 3  # type: ignore[attr-defined]
-    device.close()
-
-
 def test_a_thread_keeps_its_own_gpu_and_its_own_mode_of_capture(driver: Driver) -> None:
     mine, theirs = driver.made("cuCtxGetCurrent"), list[int]()
     device = CudaDevice(1)

@@ -249,3 +249,11 @@ def test_a_store_that_does_not_open_leaves_none_open(second: str) -> None:
         local_blocks(stores=[f"{__name__}.WatchedStore:", f"{__name__}.{second}"])
     assert OPENED
     until(lambda: not any(store.is_open for store in OPENED))
+
+
+def test_what_has_no_room_is_counted_and_nothing_is_written(held: LocalBlocks) -> None:
+    held.put([b"a", b"b", b"c", b"d"], fill(held.memory))
+    with held.pin([b"a", b"b", b"c", b"d"]):
+        held.put([b"e"], fill(held.memory))
+    assert held.skipped == {"crowded": 1}
+    assert held.here([b"a", b"b", b"c", b"d", b"e"]) == 4

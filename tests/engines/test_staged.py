@@ -347,3 +347,12 @@ def test_a_hit_that_nobody_loads_is_dropped_and_asked_for_again(make: Open) -> N
     for _ in range(200):
         assert blocks.find_hit(names(6)) == [True] * 6
     assert len(load(blocks, 6)) == 6
+
+
+def test_what_was_left_is_found_again(make: Open) -> None:
+    for load in ("always", "faster"):
+        blocks = make(load=load, compute_seconds=60.0)
+        assert all(save(blocks, 6))
+        assert blocks.find_hit(names(6)) == [True] * 6
+        blocks.leave(names(6))
+        assert blocks.find_hit(names(6)) == [True] * 6

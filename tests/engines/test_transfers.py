@@ -15,7 +15,7 @@ import kvpool
 from kvpool.device.cuda import unusable
 from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
-from kvpool.integrations.vllm.transfers import Ended, LayerPages, Transfers, pieces
+from kvpool.integrations.vllm.transfers import Ended, LayerPages, Run, Transfers, pieces
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "pages", "tests 1")
 HOST_BLOCKS, BLOCKS, LAYERS = 10, 24, (3, 2)
@@ -345,3 +345,12 @@ def test_the_first_job_compiles_nothing(kind: str, per: int) -> None:
     command = [sys.executable, "-c", FIRST_JOBS, kind, str(per)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["[]"]), done.stderr[-3000:]
+
+
+def test_memory_that_is_none_of_blocks_and_jobs_that_do_not_fit_are_refused(open_worker: Open) -> None:
+    with pytest.raises(ValueError, match="tensors"):
+        pieces([LayerPages(np.zeros(8, np.int8), 8, (Run(0, 0, 8, 1, 8, 8),))], 1)
+    with pytest.raises(ValueError, match="within"):
+        pieces([LayerPages(np.zeros((4, 8), np.int8), 8, (Run(4, 0, 4, 2, -4, 4),))], 1)
+    with pytest.raises(ValueError, match="host_blocks"):
+        open_worker().store(1, [0, 1], (2, 0), (0, 0), [4])

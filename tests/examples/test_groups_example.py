@@ -1,5 +1,4 @@
-"""The engines over groups of layers run, their logits are those without a cache, and what a group loses or mixes up is
-noticed."""
+"""What a group of layers, or a window, loses or mixes up is noticed by the engines of the examples."""
 
 from __future__ import annotations
 
@@ -19,21 +18,6 @@ from tests.seeds import some_of
 @pytest.fixture
 def example(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("groups_numpy")
-
-
-@pytest.mark.parametrize(("device", "seed", "chats"), some_of(1, [("cpu", 0, 5), ("sim", 1, 16)]))
-def test_every_logit_is_that_of_the_model_without_a_cache(
-    example: ModuleType, device: str, seed: int, chats: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert example.main(["--chats", str(chats), "--seed", str(seed), "--device", device, "--check"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("tokens compared") == 4
-    for what in (
-        "guessed tokens that were right",
-        "accepted drafts that were moved",
-        "times that a beam went on from another",
-    ):
-        assert what in said
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[kvpool.LayerGroup], kvpool.LayerGroup]) -> None:
@@ -80,8 +64,12 @@ def test_a_state_that_comes_back_to_the_wrong_prefix_is_noticed(
 
 
 @pytest.mark.usefixtures("unmoved_drafts")
-def test_drafts_that_do_not_move_are_noticed(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafts_that_do_not_move_are_noticed(
+    example: ModuleType, load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert served(example, "TreesEngine") == 1
+    assert "the logits differ" in capsys.readouterr().out
+    assert load("drafts_numpy").main([]) == 1
     assert "the logits differ" in capsys.readouterr().out
 
 
@@ -94,3 +82,20 @@ def test_the_order_of_copies_is_needed_in_groups_too(
     without(rule)
     with pytest.raises(RaceError, match="nothing orders"):
         example.main(["--device", "sim"])
+
+
+@pytest.mark.parametrize("less", [{"window": 11}, {"sinks": 0}])
+def test_a_pool_that_gives_back_what_is_still_seen_is_noticed(
+    load: Callable[[str], ModuleType],
+    less: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    manager = kvpool.KVCacheManager
+
+    def wrong(*arguments: Any, **options: Any) -> kvpool.KVCacheManager:
+        return manager(*arguments, **(options | less))
+
+    monkeypatch.setattr(kvpool, "KVCacheManager", wrong)
+    assert load("windows_numpy").main(["--chats", "16"]) == 1
+    assert "the logits differ" in capsys.readouterr().out

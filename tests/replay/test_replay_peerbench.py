@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +11,6 @@ from kvpool import BlockLayout
 from kvpool.tools.replay import Replay, ReplayConfig, read_trace
 from kvpool.tools.replay.engine import Admit, Append, Finish, schedule
 from tests.data import CHATS
-
-ROOT = Path(__file__).resolve().parents[2]
-ADAPTER = ROOT / "asv_bench" / "peerbench_kvpool.py"
 
 
 @pytest.mark.parametrize(("capacity", "variant"), [(4_000, ""), (15_000, ""), (4_000, "host=4000")])
@@ -46,12 +40,3 @@ def test_adapter_has_the_hits_of_a_replay(capacity: int, variant: str) -> None:
         summary = replay.run()
     assert not driven and hits == summary.hits.tokens > 0
     assert stats["offloaded_blocks"] == summary.blocks.offloaded and bool(variant) == bool(summary.blocks.offloaded)
-
-
-def test_usage_is_shown_without_a_harness() -> None:
-    done = subprocess.run([sys.executable, str(ADAPTER)], capture_output=True, text=True)
-    assert done.returncode != 0 and "--harness PATH" in done.stderr
-    done = subprocess.run(
-        [sys.executable, str(ADAPTER), "--harness", str(ROOT / "kvpool")], capture_output=True, text=True
-    )
-    assert done.returncode != 0 and "holds no replay.py" in done.stderr

@@ -6,17 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager
+from kvpool import BlockLayout
 from kvpool.__main__ import main
-from kvpool.common.arrays import Int64s
-from kvpool.device.base import NULL_STREAM, Stream
-from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.tools.planner import replayed
 from kvpool.tools.planner.policies import LRU, MIN
-from kvpool.tools.planner.replayed import BlocksFound, DecidingDevice, compare_replayed
+from kvpool.tools.planner.replayed import BlocksFound, compare_replayed
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Trace, read_trace, synthetic
 from tests.data import CHATS, recorded_or_skip
 
@@ -97,25 +93,6 @@ def test_what_needs_bytes_is_refused(arguments: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit, match="2"):
         main(["replay", "--limit", "5", *arguments, "--policies"])
     assert f"{' '.join(arguments[: 1 + (arguments[0] == '--device')])} is not for --policies" in capsys.readouterr().err
-
-
-def test_a_device_that_copies_nothing_gets_a_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def count(self: Any, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
-        calls.append(len(copy_ops))
-
-    monkeypatch.setattr(DecidingDevice, "copy_blocks", count)
-    for copies in (False, True):
-        monkeypatch.setattr(DecidingDevice, "copies", copies)
-        calls.clear()
-        layout = BlockLayout.of_block_bytes(1, 1)
-        with KVCacheManager(layout, device_blocks=8, host_blocks=8, device=DecidingDevice()) as cache:
-            for first in (0, 8, 0, 8, 0):
-                sequence = cache.add_sequence(np.arange(first, first + 8))
-                cache.commit(sequence)
-                cache.release(sequence)
-        assert sum(calls) > 16 and (len(calls) > 4) == copies
 
 
 def test_an_interrupted_comparison_has_the_policies_that_came_to_the_end(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from kvpool.tools.replay.content import Request, expand_ids, expand_output
 from kvpool.tools.replay.traces import synthetic
-from tests.data import CHATS, TRACES, recorded
+from tests.data import CHATS
 from tests.data.chats import lines
 
 
@@ -74,14 +72,3 @@ def test_outputs_are_those_of_the_request_and_of_no_other() -> None:
 def test_the_trace_of_the_tests_is_as_its_generator_writes_it() -> None:
     assert CHATS.read_text(encoding="ascii").splitlines() == [*lines()]
     assert CHATS.stat().st_size < 300_000
-
-
-@pytest.mark.parametrize("folder", ["", "gone"])
-def test_a_folder_of_traces_that_lacks_the_trace_is_an_error(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(TRACES, raising=False)
-    assert recorded() is None
-    monkeypatch.setenv(TRACES, str(tmp_path / folder))
-    with pytest.raises(FileNotFoundError, match=f"{TRACES}: expected a folder with conversation_trace.jsonl, got '"):
-        recorded()
