@@ -84,6 +84,23 @@ def test_clients_that_ask_and_never_read_cost_a_message_each(site: Site, clients
     until(lambda: not publisher.stats().queued_bytes, "end of the queue")
 
 
+def test_a_subscriber_that_does_not_read_is_counted_and_holds_up_nobody(site: Site) -> None:
+    engine, publisher, route = site(P=64, T=64, events=256, hwm=2)
+    router = route()
+
+    def overflows() -> int:
+        engine.cache.clear()
+        sequence = engine.cache.add_sequence(list(range(4000)))
+        engine.cache.commit(sequence)
+        engine.cache.release(sequence)
+        router.follow()
+        return publisher.stats().overflows
+
+    with peers(zmq.SUB, publisher.endpoint, 1):
+        until(overflows, "overflow")
+    assert router.known == cached(engine.cache)
+
+
 def test_requests_for_nothing_are_bounded_too(site: Site) -> None:
     """Each is answered with one message without a payload."""
     publisher = site()[1]
