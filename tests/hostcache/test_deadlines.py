@@ -15,6 +15,7 @@ def test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends(make:
     cache = make(2, clock=clock)
     late = cache.reserve(keys("a"), deadline_seconds=0.01).blocks[0]
     clock.now = 10
+    assert cache.expired_reservations == 1
     assert cache.reserve(keys("a")).keys == (), "two writers would have one key"
     assert cache.reserve(keys("b")).blocks[0] != late
     with pytest.raises(OutOfBlocks):

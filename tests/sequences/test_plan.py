@@ -94,12 +94,10 @@ def test_each_group_has_its_own(open_: Open) -> None:
 
 
 A = list(range(1000, 1400))
-T = 4
-CROSS, RECURRENT = {"kind": "cross"}, {"kind": "recurrent"}
 
 
 def test_a_batch_goes_on_without_it_and_names_it(make: Make) -> None:
-    engine = make(T=T, P=20)
+    engine = make(T=4, P=20)
     cache, batch = engine.cache, [A[:5], A[:200], A[20:24], A[200:276], A[:300]]
     with pytest.raises(ValueError, match=r"^prompts\[1\]: 50 device blocks .* never"):
         cache.add_sequence_batch(batch)

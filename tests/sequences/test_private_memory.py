@@ -235,7 +235,6 @@ OF_THE_POOL = {
     ("HostCache", "publish_ordered"),
 }
 """Methods that parts of the pool call, and nobody else."""
-PACKAGES = kvpool, kvpool.pool, kvpool.hostcache, kvpool.device.memory, storage
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
