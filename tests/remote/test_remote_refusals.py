@@ -224,6 +224,8 @@ def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:
 def test_limits_that_hold_no_block_and_pools_without_a_host_tier_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="blocks_per_request: expected 1 to .*, got 0"):
         Limits(blocks_per_request=0)
+    with pytest.raises(TypeError, match="bytes_per_client: expected an integer, got True"):
+        Limits(bytes_per_client=True)
     with pytest.raises(ValueError, match="do not hold one block of 192 bytes"):
         BlockServer(worker(make).cache, limits=Limits(bytes_per_client=191))
     with pytest.raises(ValueError, match="cache: expected a host tier.*, got host_blocks=0"):
