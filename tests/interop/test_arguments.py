@@ -170,13 +170,11 @@ def test_jax_reads_the_pool_in_place_under_its_own_name_of_the_type(jax: Any, ti
 def test_arrays_of_jax_are_arguments(jax: Any) -> None:
     with open_pool(device_blocks=12) as cache:
         tokens = jax.numpy.arange(17)
-        seq = cache.add_sequence(tokens)
-        cache.append_tokens(seq, tokens)
-        assert cache.match_prefix(tokens) == cache.match_prefix(TOKENS)
+        cache.append_tokens(cache.add_sequence(tokens), tokens)
         np.testing.assert_array_equal(cache.block_keys(tokens).keys, cache.block_keys(TOKENS).keys)
-        cache.release(seq)
-        layers = [jax.numpy.ones((2, 8, 4, 2, 16), jax.numpy.bfloat16) * (i + 1) for i in range(3)]
-        out = np.zeros((2, 3, 2, 32), np.uint16)
-        gather_kv(PagedKV.of(layers, "vllm_flash_attention"), jax.numpy.asarray([9, 8]), out)
-        for i, layer in enumerate(layers):
-            assert (out[:, i] == np.asarray(layer).view(np.uint16).ravel()[0]).all()
+        cache.release(cache.sequences)
+    layers = [jax.numpy.ones((2, 8, 4, 2, 16), jax.numpy.bfloat16) * (i + 1) for i in range(3)]
+    out = np.zeros((2, 3, 2, 32), np.uint16)
+    gather_kv(PagedKV.of(layers, "vllm_flash_attention"), jax.numpy.asarray([9, 8]), out)
+    for i, layer in enumerate(layers):
+        assert (out[:, i] == np.asarray(layer).view(np.uint16).ravel()[0]).all()

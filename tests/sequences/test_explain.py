@@ -123,8 +123,8 @@ def test_tokens_that_two_requests_compute_at_the_same_time_are_recomputed_by_the
 def test_one_id_gives_numbers_and_several_give_arrays(make: Make) -> None:
     engine = make(T=4, P=8)
     request = engine.add(FIRST)
-    assert all(type(field) is int for field in engine.cache.request_stats(request.id))
-    several = engine.cache.request_stats([request.id])
+    one, several = (engine.cache.request_stats(ids) for ids in (request.id, [request.id]))
+    assert all(type(field) is int for field in one)
     assert all(field.dtype == np.int32 and field.shape == (1,) for field in several)
     several.prompt[:] = 0
     assert engine.cache.request_stats(request.id).prompt == 13

@@ -113,9 +113,6 @@ def test_a_rewind_into_shared_blocks_leaves_them_to_the_others(make: Make, commi
     assert engine.table(a) == table and engine.cached() == cached and copied(engine) == 1
 
 
-# -- the end ---------------------------------------------------------------------------------------------
-
-
 # -- what fails ------------------------------------------------------------------------------------------
 
 

@@ -253,9 +253,6 @@ def test_a_state_goes_back_once_what_follows_it_is_committed(open_: Open) -> Non
     assert engine.cache.stats().passed_blocks == 3
 
 
-# -- counting ------------------------------------------------------------------------------------------
-
-
 # -- shortening ----------------------------------------------------------------------------------------
 
 
