@@ -348,9 +348,13 @@ def test_the_first_job_compiles_nothing(kind: str, per: int) -> None:
 
 
 def test_memory_that_is_none_of_blocks_and_jobs_that_do_not_fit_are_refused(open_worker: Open) -> None:
-    with pytest.raises(ValueError, match="tensors"):
-        pieces([LayerPages(np.zeros(8, np.int8), 8, (Run(0, 0, 8, 1, 8, 8),))], 1)
-    with pytest.raises(ValueError, match="within"):
-        pieces([LayerPages(np.zeros((4, 8), np.int8), 8, (Run(4, 0, 4, 2, -4, 4),))], 1)
-    with pytest.raises(ValueError, match="host_blocks"):
-        open_worker().store(1, [0, 1], (2, 0), (0, 0), [4])
+    for tensor in (np.zeros(8, np.int8), np.zeros((4, 8), np.int8)[:, ::2]):
+        with pytest.raises(ValueError, match="tensors"):
+            pieces([LayerPages(tensor, 8, (Run(0, 0, 8, 1, 8, 8),))], 1)
+    for run in (Run(1, 0, 8, 1, 8, 8), Run(0, 1, 8, 1, 8, 8), Run(0, 0, 4, 2, 5, 4), Run(4, 0, 4, 2, -4, 4)):
+        with pytest.raises(ValueError, match="within"):
+            pieces([LayerPages(np.zeros((4, 8), np.int8), 8, (run,))], 1)
+    worker = open_worker()
+    for count, hosts in ((2, [4]), (2, [4, 5, 6]), (1, [4]), (3, [4, 5, 6])):
+        with pytest.raises(ValueError, match="host_blocks"):
+            worker.store(1, [0, 1], (count, 0), (0, 0), hosts)

@@ -79,6 +79,14 @@ def test_a_chunk_that_two_requests_load_is_held_by_both(make: Make) -> None:
     assert manager.prepare_store(3) is not None
 
 
+def test_touched_chunks_are_evicted_last(make: Make) -> None:
+    manager = make(3)
+    manager.store(1)
+    manager.store(2, 3)
+    manager.real.touch(keys(1, 2), request())
+    assert manager.prepare_store(4)[2] == [3]
+
+
 def test_a_failed_store_leaves_nothing_and_what_was_there(make: Make) -> None:
     manager = make()
     manager.store(7)

@@ -177,6 +177,13 @@ def test_nothing_is_found_of_another_layout_or_other_weights(make: Any) -> None:
     assert lab.look_up(make(), keys(1), {0: LAYOUT}) == [0]
 
 
+def test_objects_of_bytes_need_a_name_of_the_type_of_their_elements(make: Any) -> None:
+    """Engines keep all 8-bit types as bytes."""
+    adapter = make(kv_dtype="")
+    assert not lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
+    assert lab.look_up(adapter, keys(1), {0: LAYOUT}) == [] == lab.load(adapter, keys(1), objects(1))
+
+
 def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
     make: Any, stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
 ) -> None:
@@ -230,6 +237,13 @@ def test_deleted_objects_are_gone_and_counted_once(make: Any) -> None:
     adapter.delete([*keys(2), *keys(1, model="unknown")])
     assert lab.look_up(adapter, keys(3), {0: LAYOUT}) == [2]
     assert adapter.get_usage().bytes_by_cache_salt == {"": SIZE}
+
+
+def test_sizes_without_a_store_of_their_own_are_not_kept(make: Any) -> None:
+    adapter = make(stores="disk:/kv")
+    result = lab.store(adapter, keys(2), [memory_object(SIZE, 0), memory_object(2 * SIZE, 1)])
+    assert not result.is_successful()
+    assert lab.load(adapter, keys(1), objects(1)) == [0]
 
 
 def test_tasks_beyond_the_bound_end_at_once(

@@ -177,6 +177,28 @@ def test_a_pool_beside_kv_that_has_less_limits_the_hit(attach: Any) -> None:
     assert backend.batch_exists_v2(["unknown", *keys]).kv_hit_pages == 0
 
 
+def test_what_does_not_fit_is_refused_page_by_page(attach: Any) -> None:
+    pool = host_pool("page_first")
+    backend = attach(pool).storage_backend
+    page = pool.get_dummy_flat_data_page()
+    assert backend.set("a", page) and backend.exists("a") and not backend.exists("b")
+    assert backend.get("a", torch.empty_like(page)) is not None and backend.get("b", page) is None
+    assert backend.get("a", page[:-1]) is None and backend.get("a") is None
+    assert not backend.set("c", page[:-1]) and not backend.set("c", None) and not backend.exists("c")
+    assert backend.batch_get_v1(["a"], torch.arange(PAGE - 1)) == [False]
+    assert backend.batch_set_v1(["a"], torch.arange(2 * PAGE)) == [False]
+    assert backend.batch_get_v2([PoolTransfer(PoolName.SWA, keys=["a"])]) == {PoolName.SWA: [False]}
+    assert backend.batch_set_v2([PoolTransfer(PoolName.KV, keys=["a"])]) == {PoolName.KV: [False]}
+
+
+def test_sglangs_clear_leaves_nothing_to_be_found(attach: Any) -> None:
+    pools = {PoolName.KV: host_pool("page_first")}
+    controller = attach(lab.grouped(pools))
+    kept = pools[PoolName.KV].alloc(10 * PAGE)
+    back_up(controller, kept, TOKENS)
+    assert controller.clear_storage_backend() and fetch(controller, TOKENS)[1] == 0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -256,3 +278,9 @@ def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
     config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, weights="1", stores="memory:?capacity=1MiB")
     with pytest.raises(ValueError, match="mooncake, peer, s3"):
         StorageBackendFactory.create_backend("dynamic", config, pool)
+
+
+def test_a_second_pool_needs_a_store_of_its_own(attach: Any) -> None:
+    pools = {PoolName.KV: host_pool("page_first"), PoolName.DRAFT: host_pool("page_first", layers=1)}
+    with pytest.raises(ValueError, match=r"\{part\}"):
+        attach(lab.grouped(pools), stores="disk:/kv")

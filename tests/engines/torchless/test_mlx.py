@@ -79,6 +79,15 @@ def test_a_state_of_more_tokens_than_were_named_is_not_kept() -> None:
         assert cache.stats().skipped == {"ahead": 1}
 
 
+def test_another_model_finds_nothing_and_has_the_memory() -> None:
+    model, tokens = mlx_lab.model_of("full attention"), prompt(64)
+    with mlx_lab.prompt_cache("full attention", model) as cache:
+        cache.insert_cache("model", tokens, mlx_lab.computed("full attention", model, tokens))
+        assert cache.fetch_nearest_cache("other", tokens)[0] is None
+        assert len(cache) == 0
+        assert cache.fetch_nearest_cache("model", tokens)[0] is None
+
+
 # -- stores ----------------------------------------------------------------------------------------------
 
 SAVES = """
