@@ -21,10 +21,11 @@ import pytest
 from kvpool import BlockLayout, KVCacheManager, MemoryOptions, PagedKV, gather_kv
 from kvpool.common.jit import cache
 from kvpool.device.base import Stream
-from kvpool.device.cuda import CudaDevice, calibration, launcher
+from kvpool.device.cuda import CudaDevice, calibration, describe_gpus, launcher, native
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import Calibration, Measurement
 from kvpool.device.cuda.launcher import CudaLauncher
+from kvpool.device.launches import SIZES
 from kvpool.device.work import Fragments
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace
 from tests.device.pools import make_pools, on_device
@@ -353,6 +354,48 @@ def test_a_kernel_that_copies_other_bytes_on_this_gpu_is_not_used_and_says_so_on
         assert device._loaded == () and len(caught) == 2
     device.close()
     assert driver.in_use() == before
+
+
+@pytest.mark.parametrize(("path", "kernel"), [("kernel", "copy_fragments"), ("bulk", "bulk_fragments")])
+def test_the_test_of_a_kernel_launches_it_for_blocks_and_fragments_in_every_direction(
+    driver: Driver, untested: Path, monkeypatch: pytest.MonkeyPatch, path: str, kernel: str
+) -> None:
+    launches, handles, sizes = list[tuple[int, bool]](), dict[int, str](), set[str]()
+    compiled, find_functions = CudaLauncher._compile, native.find_functions
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 11)
+    kept: list[Any] = []
+
+    def named(launcher: CudaLauncher, source: str, name: str) -> Any:
+        made = compiled(launcher, source, name)
+        handles[made[1]] = name
+        return made
+
+    def noting(*arguments: Any) -> np.ndarray:
+        """The functions of the driver, of which that of a launch notes the stream, and whether another one is busy."""
+        functions = find_functions(*arguments)
+        launch = kind(int(functions[native.LAUNCH]))
+
+        def noted(*of_launch: int) -> int:
+            name, stream = handles.get(of_launch[0], ""), of_launch[8]
+            if name.startswith(kernel):
+                sizes.add(name)
+                others = {other for other, _ in launches} - {stream}
+                busy = any(driver.library.emu_pending(ctypes.c_void_p(other)) for other in others)
+                launches.append((stream, busy))
+            return int(launch(*of_launch))
+
+        kept.append(kind(noted))
+        functions[native.LAUNCH] = ctypes.cast(kept[-1], ctypes.c_void_p).value
+        return functions
+
+    monkeypatch.setattr(CudaLauncher, "_compile", named)
+    monkeypatch.setattr(native, "find_functions", noting)
+    assert cuda.wrong_bytes(describe_gpus()[0], path) == ""
+    (first, _), *_ = launches
+    kinds = 2 * 3  # blocks and fragments, three directions
+    assert launches.count((first, False)) >= kinds
+    assert sum(busy for stream, busy in launches if stream != first) >= kinds, "beside copies on the first stream"
+    assert sizes == {kernel + size for size in SIZES}, "with rows in a table, and in arguments"
 
 
 def test_a_kernel_whose_code_is_wrong_is_not_used(

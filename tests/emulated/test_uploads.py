@@ -198,6 +198,19 @@ def test_a_table_kernel_is_loaded_on_each_gpu_before_its_first_launch(driver: Dr
         device.close()
 
 
+def test_what_cannot_be_compiled_is_said_when_the_pool_is_made(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    def broken(code: str, options: tuple[str, ...]) -> object:
+        raise RuntimeError("no compiler")
+
+    before = driver.in_use()
+    monkeypatch.setattr(cupy, "RawModule", broken)
+    with pytest.raises(DeviceError, match=r"token_moves\.cu cannot be compiled: RuntimeError: no compiler"):
+        KVCacheManager(LAYOUT, device_blocks=2, host_blocks=2, device="cuda")
+    assert driver.in_use() == before
+
+
 @pytest.mark.parametrize("name", ["stage_rows", "step_tables"])
 def test_what_numba_cannot_compile_is_said_before_a_table_is_handed_over(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str

@@ -75,6 +75,13 @@ def test_the_null_stream_will_do_and_a_table_may_have_gaps(cache: KVCacheManager
     cache.release(ids)
 
 
+def test_arrays_of_the_host_are_refused(cache: KVCacheManager) -> None:
+    sequence = cache.add_sequence([1])
+    with pytest.raises(TypeError, match="slot_mapping: expected an int64 array of a GPU, got i64 in host memory"):
+        cache.tables.copy_step_tables(arrays(1, 1, 1, 1), sequence)
+    cache.release(sequence)
+
+
 def test_without_numba_cuda_the_error_says_what_to_install(
     cache: KVCacheManager, cupy: Any, put: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
