@@ -119,6 +119,11 @@ def test_a_recurrent_group_counts_its_states() -> None:
     assert blocks > 6400
 
 
+def test_a_pool_of_recurrent_groups_is_split_by_its_tokens_per_block() -> None:
+    groups = [LayerGroup(STATE, kind="recurrent", snapshot_tokens=64), RECURRENT]
+    assert split_blocks(groups, 8 * STATE.block_bytes, max_sequence_tokens=256, tokens_per_block=32) == [6, 2]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_split_wastes_no_block_of_the_largest_group_and_never_passes_the_bytes(seed: int) -> None:
     rng = np.random.default_rng(seed)

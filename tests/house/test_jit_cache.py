@@ -3,6 +3,7 @@ strangers."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from numba import types
 from numba.core import config
+from numba.core.errors import TypingError
 
 from kvpool.common.jit import cache, jit
 
@@ -207,6 +209,14 @@ def test_damaged_code_is_compiled_anew(sample: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_code_that_is_gone_when_it_is_looked_at_is_compiled_anew(sample: Path) -> None:
+    for path in cache_of(sample).glob("*.nbc"):
+        path.unlink()
+    (cache_of(sample) / "gone-with-another.nbc").symlink_to("nowhere")
+    assert report_of(sample)["compiled"] == FIRST
+
+
+@pytest.mark.exhaustive
 def test_works_where_nothing_can_be_written_and_where_standard_error_is_closed(sample: Path) -> None:
     (sample / "plain").touch()
     nowhere = {name: str(sample / "plain" / "x") for name in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
@@ -372,6 +382,22 @@ def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it(monkeypatch: 
         (library,) = function.libraries.values()  # type: ignore[attr-defined]
         (code,) = [function for function in library.module.functions if not function.is_declaration]
         assert (b"alwaysinline" in b" ".join(code.attributes)) == asked, function
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collector_is_as_it_was_after_a_compilation_that_failed(enabled: bool) -> None:
+    @jit
+    def broken(x):
+        return x.no_such_attribute
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(TypingError):
+            broken(1)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 # -- names ---------------------------------------------------------------------------------------

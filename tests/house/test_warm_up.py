@@ -238,6 +238,16 @@ def test_nobody_helps_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
         assert helpers.start() == 1
 
 
+@pytest.mark.parametrize("executable", [None, "/no/such/python"])
+def test_nobody_helps_where_no_interpreter_can_be_started(
+    executable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a program that has Python inside."""
+    monkeypatch.setattr(sys, "executable", executable)
+    with Helpers(PROGRAM, 4) as helpers:
+        assert helpers.start() == helpers.start() == 1
+
+
 def test_a_helper_imports_nothing_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
