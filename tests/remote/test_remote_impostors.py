@@ -18,6 +18,8 @@ from kvpool.remote.listener import ClientSecret, ServerSecret
 from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Received, Session, Welcome
 from kvpool.storage import MemoryStore
 from kvpool.storage.backends.peer import PeerStore, StoreServer
+from kvpool.storage.backends.peer.peer_store import wire_key as store_key
+from kvpool.storage.backends.shared_secret import SharedSecret
 from kvpool.storage.store import Space
 from tests.publish.raw import frame
 from tests.waiting import until
@@ -205,6 +207,14 @@ def test_a_client_that_was_let_in_cannot_fill_the_memory_of_a_server(make: Make,
         until(lambda: server._server.connections.talkers == 1, "end of the connection")
         with BlockClient(server.endpoint, here.cache) as client:
             assert client.fetch(tokens) == 4, "others are served"
+        endless.close()
+
+
+def test_nor_can_it_fill_that_of_a_server_of_stores() -> None:
+    secret = bytes(range(32))
+    with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:
+        endless = plain(server.endpoint, store_key(SharedSecret(secret)))
+        assert pushed(endless, ENDLESS["full"]) < MOST
         endless.close()
 
 

@@ -253,7 +253,7 @@ def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(save, "first", 1, 2)
         commit.wait()
-        pool.submit(save, "second", 1)
+        second = pool.submit(save, "second", 1)
         write.wait()
         commit.open()
         first.result(600)
@@ -261,6 +261,7 @@ def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp
             save("third", number)
             assert codes["third"].tolist() == [OK]
         write.open()
+        second.result(600)
     for number in (3, 4):
         rows[7] = 0
         loaded, _ = store.load(names[number], np.array([7]), bool)

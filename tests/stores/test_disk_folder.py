@@ -103,6 +103,8 @@ def test_what_others_can_reach_or_own_and_links_are_refused(
     change(folder / name if name else folder)
     with pytest.raises(PermissionError, match=message):
         opened(folder)
+    elsewhere = tmp_path / "elsewhere"
+    assert not elsewhere.is_file() or not elsewhere.read_bytes()
 
 
 def test_the_secret_stays_and_is_shown_nowhere(tmp_path: Path) -> None:

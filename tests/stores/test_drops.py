@@ -228,6 +228,7 @@ def test_only_tags_of_the_secret_are_accepted(queue: StoreWorker, tag: Any) -> N
     keys = keys_of(queue, 1)
     calls: list[Callable[[], StoreRequest]] = [
         lambda: queue.save(keys, np.arange(1), tag=tag),
+        lambda: queue.load(keys, np.arange(1), tag=tag),
         lambda: queue.find(keys, tag=tag),
         lambda: queue.clear(tag),
     ]

@@ -81,6 +81,27 @@ def test_a_probe_that_fails_doubles_the_wait_up_to_a_bound(health: CircuitBreake
     assert health.usable()
 
 
+@pytest.mark.parametrize("begun", ["nothing", "a find", "older loads"])
+def test_a_probe_that_never_ends_is_replaced_after_the_same_wait(
+    health: CircuitBreaker, clock: Clock, begun: str
+) -> None:
+    fail(health, 10 if begun == "older loads" else 3)
+    clock.now += 5
+    assert health.usable()
+    if begun == "a find":
+        health.note(job(OK, kind="find"))
+    assert not health.usable()
+    clock.now += 5
+    assert health.usable()
+
+
+def test_loads_leave_the_probe_of_finds_to_a_find(health: CircuitBreaker, clock: Clock) -> None:
+    fail(health, kind="find")
+    assert not health.usable(found=True)
+    clock.now += 5
+    assert health.usable(found=True) and health.usable() and not health.usable()
+
+
 def test_writes_that_fail_suspend_no_reads(health: CircuitBreaker) -> None:
     fail(health, kind="save")
     assert health.usable() and not health.usable(writes=True)

@@ -152,6 +152,10 @@ def test_a_pool_that_is_refused_leaves_no_folder_of_its_store(tmp_path: Path) ->
             with pytest.raises(ValueError, match="device_blocks|save"):
                 open_pool(f"disk:{tmp_path}/{folder}?capacity=1MiB", **wrong)
     assert [path.name for path in tmp_path.rglob("*")] == ["old"]
+    open_pool(f"disk:{tmp_path}/new?capacity=1MiB").close()
+    with pytest.raises(ValueError, match="save"):
+        open_pool(f"disk:{tmp_path}/new?capacity=1MiB", save="always")
+    assert (tmp_path / "new" / "secret").exists(), "what was there before stays"
 
 
 class Broken(MemoryStore):

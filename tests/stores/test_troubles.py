@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from kvpool.integrations.metrics import PoolMetrics
 from kvpool.storage import REFUSED
 from kvpool.storage.circuit_breaker import REPEAT_SECONDS
 from tests.stores.host_lab import Engine
-from tests.stores.lab import Wrong
+from tests.stores.lab import BLOCK_BYTES, Wrong
 from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, tokens
 
 
@@ -63,3 +65,23 @@ def test_a_full_store_is_logged_and_an_empty_one_is_not(store: Wrong, caplog: py
         seed(made, manager, [tokens(41), tokens(41, 1000)])
     [line] = logged_warnings(caplog)
     assert ": refused" in line and "save of" in line
+
+
+def test_metrics_of_a_host_storage_manager_count_why_blocks_did_not_come_or_go(engine: Engine, store: Wrong) -> None:
+    engine.saved(4)
+    assert len(engine.ask(6)) == 6
+    store.before["save"] = fail
+    engine.write(2, 50)
+    engine.drain()
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics:
+        metrics.add("a", engine.manager)
+        lines = generate_latest(registry).decode().splitlines()
+    for sample in (
+        'host_storage_missed_total{pool="a",reason="absent"} 2.0',
+        'host_storage_blocks_total{kind="loaded",pool="a"} 4.0',
+        'host_storage_blocks_total{kind="asked",pool="a"} 6.0',
+        'store_dropped_saves_total{pool="a",reason="failed",store="wrong"} 2.0',
+        f'store_bytes_total{{kind="load",pool="a",store="wrong"}} {4 * BLOCK_BYTES}.0',
+    ):
+        assert f"kvpool_{sample}" in lines

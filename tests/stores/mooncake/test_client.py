@@ -150,6 +150,11 @@ def test_who_closes_waits_for_calls_under_way(library: Library, hung: tuple[Clie
     assert library.calls.count("close") == 1 and made.calls == 0
 
 
+def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library, hung: tuple[Client, Gate]) -> None:
+    hung[0].close(0.05)
+    assert "close" not in library.calls
+
+
 def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +176,13 @@ def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreWorker, library:
 
     in_child(child)
     made.close()
+
+
+def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(library: Library) -> None:
+    store = MooncakeStore(secret=bytes(32), threads=1)
+    keys, rows = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
+    with StoreWorker(store, memory(), IDENTITY), store._area():
+        in_child(lambda: refuses(lambda: store.load(keys, rows, lambda: False)))
 
 
 # -- what the library answers --------------------------------------------------------------------------
