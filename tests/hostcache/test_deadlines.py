@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from engine import Clock
 from kvpool import OutOfBlocks
 from kvpool.errors import PoolBusy, ReservationExpired
 from tests.hostcache.conftest import ABSENT, HERE, PENDING, Make, keys, look, store
+
+
+@pytest.mark.parametrize("check", ["find", "lookup", "reserve", "stats", "overdue", "expired_reservations"])
+def test_a_reservation_expires_at_its_deadline_whoever_calls_next(make: Make, check: str) -> None:
+    clock = Clock()
+    cache = make(3, clock=clock)
+    cache.reserve(keys("a"), deadline_seconds=0.1)
+    calls: dict[str, Callable[[], object]] = {
+        "find": lambda: cache.find(b"c"),
+        "lookup": lambda: cache.lookup([b"c"]),
+        "reserve": lambda: cache.reserve(keys("c")),
+        "stats": cache.stats,
+        "overdue": cache.overdue,
+        "expired_reservations": lambda: cache.expired_reservations,
+    }
+    for now, state in ((99, PENDING), (100, ABSENT)):
+        clock.now = now
+        calls[check]()
+        clock.now = 99  # so that no later call can expire it
+        assert look(cache, "a") == [state]
 
 
 def test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends(make: Make) -> None:

@@ -246,13 +246,6 @@ def test_a_history_returns_every_number_once_from_any_start() -> None:
                 )
 
 
-def test_a_history_keeps_to_its_bytes() -> None:
-    history = History(100, 10)
-    for n in range(20):
-        history.add(b"1234")
-        assert history.next - history.first == min(n + 1, 2)
-
-
 def test_a_reader_in_the_middle_of_a_snapshot_that_has_gone_gets_another_from_its_beginning() -> None:
     for replaced in (False, True):
         history = History(2, 100)

@@ -208,3 +208,16 @@ def test_sequences_without_tokens_and_unknown_ones_are_named(make: Make, open_: 
         engine.cache.keys_of([request.id] * 2)
     with pytest.raises(ValueError, match="have no tokens"):
         states.cache.keys_of(states.add([1, 2, 3]).id)
+
+
+def test_names_are_those_of_live_sequences_however_many_namespaces_there_were(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.pool.core.Names.LEAST", 4)
+    engine = make(T=4, P=16)
+    first = engine.add([1, 2, 3], salt="kept", adapter_id="lora")
+    for i in range(40):
+        engine.release(engine.add([1, 2, 3], salt=f"tenant {i}"))
+    keys = engine.cache.keys_of(first.id)
+    assert (keys.salt, keys.adapter_id) == ("kept", "lora")
+    assert len(engine.cache.core.names.known) < 40

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.storage import CANCELLED, OK, REFUSED, StoreWorker
+from kvpool.storage import CANCELLED, FAILED, OK, REFUSED, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk.slot_index import Index, SlotTable
 from tests.stores.contract import LastingContract
@@ -25,6 +25,7 @@ from tests.stores.lab import (
     codes_of,
     content,
     done,
+    fail,
     fill,
     keys_of,
     open_queue,
@@ -178,6 +179,17 @@ def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limi
     assert len(index._tags) <= 1024
     keys.append(save(2, b"a tenant, staying"[:16]))
     assert [index.has(key) for key in keys] == [False, True, True]
+
+
+def test_forgotten_and_failed_blocks_do_not_count(disk: Disk, faulty: Faulty) -> None:
+    with disk(32) as queue:
+        assert save(queue, b"a", 4, range(0, 4)) == [OK] * 4
+        done(queue.forget(keys_of(queue, 2)))
+        faulty.before["pwritev"] = fail
+        assert save(queue, b"a", 4, range(10, 12)) == [FAILED] * 2
+        del faulty.before["pwritev"]
+        assert save(queue, b"a", 4, range(20, 22)) == [OK] * 2
+        assert here(queue, 30) == [2, 3, 20, 21] and queue.stats().store["evicted"] == 0
 
 
 # -- calls that share a commit ---------------------------------------------------------------------------

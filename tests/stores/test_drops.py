@@ -181,6 +181,20 @@ def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: St
     assert [codes(job) for job in dropped] == [[OK], [OK]]
 
 
+def test_a_drop_that_hangs_keeps_no_load_waiting(store: Wrong, queue: StoreWorker, drop: Drop) -> None:
+    tags = [queue.secret.tag(name) for name in (b"", b"other")]
+    keys, others = saved(queue, 4, tag=tags[0]), saved(queue, 4, first=10, tag=tags[1])
+    gate = store.before["forget"] = store.before["clear"] = Gate()
+    hanging = [queue.forget(keys_of(queue, 1, 100 + i)) for i in range(8)] + [drop(queue, keys)]
+    gate.wait()
+    concerned = hanging[-1].kind == "clear" and hanging[-1].tag == queue.secret.model
+    found = queue.load(others, np.arange(4), tag=tags[1])
+    assert codes(found) == [CANCELLED if concerned else OK] * 4
+    assert queue.drain(600), "drops that hang are not waited for"
+    gate.open()
+    assert all(codes(job) == [OK] * len(job.codes) for job in hanging)
+
+
 def test_a_queue_that_is_closed_says_what_was_not_confirmed(store: Wrong, drop: Drop) -> None:
     with open_queue(store) as queue:
         keys, down = saved(queue, 4), Down(store)

@@ -82,6 +82,18 @@ def test_what_has_come_before_the_deadline_is_used(make: Make) -> None:
     engine.read(sum(here), first=0 if here[0] else 1024)
 
 
+def test_a_store_whose_find_hangs_leaves_time_to_those_after_it(make: Make, store: Wrong) -> None:
+    near = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    engine = make(near, store, load_seconds=2.0)
+    engine.saved(1)
+    gate = near.hold("find")
+    engine.held(gate, 1)
+    engine.later(1.1)
+    engine.until(lambda: engine.look(1) == [HERE])
+    engine.read(1)
+    gate.open()
+
+
 @pytest.mark.parametrize("retry", [0.0, 1.0])
 def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Make, retry: float) -> None:
     """Steps of an engine may last for longer than an answer counts: it would ask for ever."""

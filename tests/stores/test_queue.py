@@ -124,6 +124,17 @@ def test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later(store: 
         assert returned(begin_load(queue, keys)).ok == 2
 
 
+def test_a_reset_that_the_store_does_not_note_keeps_everything_back_until_it_does(store: Wrong) -> None:
+    with open_queue(store) as queue:
+        keys = saved(queue, 2)
+        store.before["epoch"] = raising(OSError("no room"))
+        job = queue.reset()
+        until(queue, lambda: bool(job.error))
+        assert codes_of(queue.find(keys)) == [CANCELLED] * 2 and not job.done
+        del store.before["epoch"]
+        assert job.wait(600) and job.ok and job.dropped == 2
+
+
 def test_an_epoch_that_no_store_draws_is_not_taken(store: Wrong) -> None:
     with open_queue(store) as queue:
         for answer in (b"short", "text", 7):
