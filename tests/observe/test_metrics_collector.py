@@ -151,15 +151,18 @@ def test_every_scrape_is_of_one_moment_while_the_pool_works(make: Make) -> None:
     done = threading.Event()
 
     def watch() -> None:
-        while not done.is_set():
-            blocks = [s for s in scrape(registry) if s.name == "kvpool_blocks"]
-            sums.append([sum(s.value for s in blocks if s.labels["tier"] == tier) for tier in ("device", "host")])
+        try:
+            while not done.is_set():
+                blocks = [s for s in scrape(registry) if s.name == "kvpool_blocks"]
+                sums.append([sum(s.value for s in blocks if s.labels["tier"] == tier) for tier in ("device", "host")])
+        finally:
+            done.set()
 
     def work() -> None:
         try:
             for turn in count():
                 engine.seed(range(9 * (turn % 4), 9 * (turn % 4) + 9), committed=9)
-                if turn >= 30 and len(sums) > 2:
+                if done.is_set() or turn >= 30 and len(sums) > 2:
                     break
         finally:
             done.set()
