@@ -75,6 +75,14 @@ def test_what_gets_a_higher_priority_stays_until_its_time_is_over(make: Make) ->
     assert [event.priority for event in cache.events() if event.kind == "updated"] == [60, 35]
 
 
+def test_an_owner_that_is_gone_loses_its_leases(make: Make) -> None:
+    cache = make()
+    store(cache, "a", "b")
+    gone, other = cache.pin(keys("a"), owner="gone"), cache.pin(keys("a", "b"), owner="other")
+    assert cache.revoke("gone") == 1 and gone.closed and cache.leases == [other]
+    other.close()
+
+
 def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make) -> None:
     cache = make()
     store(cache, "a")

@@ -18,7 +18,7 @@ from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.block_server import Sending, UnderWay, Waiting
 from kvpool.remote.connection import Connection
 from kvpool.remote.listener import ClientSecret
-from kvpool.remote.server import ClientSession
+from kvpool.remote.server import ClientSession, Refused
 from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode
 from tests.publish.raw import connected
 from tests.waiting import until
@@ -168,7 +168,7 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
 
 def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     """In units of a block: 8 in total, up to 3 for each; what is under way is never released here."""
-    in_flight = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8))
+    in_flight = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8, requests_waiting=3))
 
     clients = {name: ClientSession(name.encode(), Session(b"", b"", True), 0) for name in "abcde"}
     none = np.empty((0, 2), np.uint64)
@@ -190,6 +190,8 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     assert taken() == [("a", 1), ("c", 3)], "b has something, and the last 3 are for who has nothing"
     ask("d", 2), ask("e", 1)
     assert taken() == [], "d has nothing, and is not overtaken by e, for which there would be room"
+    with pytest.raises(Refused, match="requests that wait, of all clients: expected up to 3, got 4"):
+        ask("a", 1)
     in_flight.transfers.clear()
     assert taken() == [("b", 2), ("d", 2), ("e", 1)]
 

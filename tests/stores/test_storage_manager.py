@@ -13,7 +13,7 @@ from kvpool.device.sim import SimDevice
 from kvpool.storage import FAILED, OK, StorageManager, tier_storage
 from tests.device.faults import FaultyDevice
 from tests.engine import Engine, small_layout
-from tests.stores.lab import OTHER, Wrong
+from tests.stores.lab import OTHER, Clock, Wrong
 from tests.stores.pool_lab import (
     IDENTITY,
     SECRET,
@@ -198,6 +198,18 @@ def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
             cache.release(sequence)
             cache.verify()
     device.close()
+
+
+def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(engine: Engine) -> None:
+    """The engine computes a prompt in 0.2 s, and a load takes 5 s."""
+    clock, slow = Clock(), Wrong(store(1024))
+    slow.before["load"] = lambda: clock.pass_(5.0)
+    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, load_seconds=1_000.0) as manager:
+        for first in range(0, 700, 100):
+            seed(engine, manager, [prompt := tokens(17, first)])
+            engine.cache.content.forget(prompt)
+            handle = manager.prefetch(engine.prompt(prompt), 1e5, spare=60.0)
+            assert handle.wait(600) and handle.ended == "loaded"
 
 
 # -- why blocks were not found ---------------------------------------------------------------------------
