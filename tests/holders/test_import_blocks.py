@@ -68,6 +68,13 @@ def test_it_stops_where_the_host_has_no_room(make: Make) -> None:
     assert engine.cache.imports.import_blocks(*prompt_of(engine, 8, 200)) == 2
 
 
+def test_the_end_of_a_prompt_ages_first(make: Make) -> None:
+    engine = make(4, 4, 3)
+    engine.cache.imports.import_blocks(*prompt_of(engine, 12))
+    blocks = engine.cached("host")
+    assert [blocks[key] for key in engine.keys(range(12))] == engine.order("host")[::-1]
+
+
 BAD: list[tuple[Callable[[list[bytes]], Any], dict[str, int], str]] = [
     (lambda data: data[0], {}, "data: .*"),
     (lambda data: [data[0][:-1]], {}, r"data\[0\]: expected the 192 bytes of a block, got 191"),

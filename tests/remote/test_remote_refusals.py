@@ -63,6 +63,14 @@ def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(make: Make) 
     assert isinstance(raised, RemoteError) and raised.code == "credentials", raised
 
 
+def test_pools_whose_host_blocks_are_alike_fit_together(make: Make) -> None:
+    there, here = worker(make), worker(make, layout={"head_dim": 3, "order": "block_first"})
+    tokens = stored(there, 4)
+    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+        assert client.fetch(tokens) == 4
+    assert here.add(tokens).cached == 16
+
+
 def test_garbage_is_answered_and_the_server_goes_on(make: Make) -> None:
     there = worker(make)
     key = there.keys(stored(there, 4))[0]

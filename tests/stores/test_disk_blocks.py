@@ -255,6 +255,14 @@ def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(disk:
         assert faulty.count["pwritev"] == 1
 
 
+def test_a_key_twice_in_one_call_is_saved_once(disk: Disk) -> None:
+    with disk(8) as queue:
+        fill(queue.memory, 1)
+        keys = keys_of(queue, 1).repeat(2, axis=0)
+        assert returned(queue.save(keys, np.array([0, 0]))).ok == 2 and queue.stats().store["blocks"] == 1
+        assert returned(begin_load(queue, keys, 3)).ok == 2
+
+
 def test_another_call_takes_over_when_a_save_of_the_same_key_fails(disk: Disk, faulty: Faulty) -> None:
     with disk(8) as queue:
         gate = Gate()
