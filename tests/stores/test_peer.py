@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ import zmq
 
 from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.remote.session import Failed, Message, Received, Session
-from kvpool.storage import ABSENT, FAILED, LATE, OK, MemoryStore, StoreWorker
+from kvpool.storage import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreWorker
 from kvpool.storage.backends.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.storage.backends.peer.store_server import StoreServer
 from kvpool.storage.backends.shared_secret import SharedSecret
@@ -91,6 +92,18 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
         assert begin_load(other, keys).wait(600)
         gate.open()
         assert [returned(job).ok for job in hanging] == [4, 4]
+
+
+def test_saves_that_were_given_up_take_no_place(serve: Serve) -> None:
+    """As many saves as the server takes wait for a store that hangs. Their clients give up."""
+    server, _, gate = held("save", serve, calls_waiting=4)
+    writer, reader = client(server, connections=16, timeout=0.5), client(server)
+    with open_queue(writer, piece_bytes=BLOCK_BYTES) as saving, open_queue(reader) as loading:
+        keys = keys_of(saving, 16)
+        while not gate.reached.is_set():  # A client that is slow may give up before its calls are in the store.
+            returned(saving.save(keys, np.arange(16)))
+        assert codes_of(begin_load(loading, keys)) == [ABSENT] * 16
+        gate.open()
 
 
 @pytest.mark.parametrize("clears", [False, True])
@@ -250,6 +263,23 @@ def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_ro
         done(begin_load(queue, keys))
 
 
+def test_a_server_stops_a_call_for_which_its_client_waits_no_longer(serve: Serve) -> None:
+    begun, stopped = threading.Event(), threading.Event()
+
+    class Endless(MemoryStore):
+        def load(self, keys: Any, rows: Any, stop: Any) -> Any:
+            begun.set()
+            while not stop():
+                time.sleep(0.005)
+            stopped.set()
+            return np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), 16), np.uint8)
+
+    with open_queue(client(serve(Endless(1 << 20)), timeout=0.2)) as queue:
+        while not begun.is_set():  # On a slow machine the time may be over before the call has come to the store.
+            assert not returned(begin_load(queue, keys_of(queue, 2))).ok
+        assert stopped.wait(600)
+
+
 def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Serve) -> None:
     server, store, gate = held("find", serve)
     with open_queue(client(server)) as queue:
@@ -391,6 +421,17 @@ def test_a_server_that_was_restarted_costs_no_failed_call(serve: Serve) -> None:
         serve(endpoint=endpoint)
         saved(queue, 4)
         assert queue.stats().store["failed_calls"] == 0
+
+
+def test_connections_beyond_the_most_are_refused(serve: Serve) -> None:
+    server = serve(connections=1)
+    with open_queue(client(server, connections=1)) as queue:
+        saved(queue, 1)
+        other = client(server, timeout=0.3)
+        other.open(SPACE)
+        assert other.stats()["connections"] == 0
+        counted(server, connections_refused=1)
+        other.close()
 
 
 def test_a_child_gets_an_error_and_does_not_hang(serve: Serve) -> None:

@@ -67,6 +67,14 @@ def test_a_full_store_is_logged_and_an_empty_one_is_not(store: Wrong, caplog: py
     assert ": refused" in line and "save of" in line
 
 
+def test_what_is_given_up_on_purpose_is_not_trouble(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.write(4)
+    engine.manager.poll()
+    engine.manager.clear()
+    engine.drain()
+    assert not logged_warnings(caplog)
+
+
 def test_metrics_of_a_host_storage_manager_count_why_blocks_did_not_come_or_go(engine: Engine, store: Wrong) -> None:
     engine.saved(4)
     assert len(engine.ask(6)) == 6
