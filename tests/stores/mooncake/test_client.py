@@ -256,6 +256,11 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreWorker, 
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
 
+def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreWorker, library: Library) -> None:
+    library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
+    assert codes_of(begin_load(queue, keys_of(queue, 2))) == [DAMAGED] * 2
+
+
 @pytest.mark.parametrize("answer", [None, [0] * 5])
 def test_an_answer_of_another_form_fails_the_blocks(queue: StoreWorker, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
