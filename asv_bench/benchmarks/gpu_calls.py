@@ -1,27 +1,21 @@
 """What a call that enqueues on a GPU takes of its caller, on a driver that does nothing (``gpu_null``). Needs no GPU.
 
-``python -m asv_bench.benchmarks.gpu_calls`` prints the table of all cases. Microseconds on two cores of an AMD EPYC
-that seven other processes shared:
+``python -m asv_bench.benchmarks.gpu_calls`` prints the table of all cases. Microseconds on one core of an AMD EPYC, the
+faster of two runs of each commit, in alternation, while other processes shared the machine. On 16aa112c, CuPy made each
+launch:
 
 ======================= ======== =========== ======= =========== =======
 case                    commit   GPU 0: wall     cpu GPU 1: wall     cpu
 ======================= ======== =========== ======= =========== =======
-8 blocks                16aa112c        85.1   113.7        89.5   121.2
-1024 blocks             16aa112c       162.4   217.5       170.1   227.1
-4096 blocks             16aa112c       447.0   529.0       402.0   454.1
-tables of 256 x 64 ids  16aa112c       226.8   259.1       167.6   217.1
-8 blocks                6f819917        10.3    19.5        10.2    21.6
-1024 blocks             6f819917        25.1    36.3        25.5    38.4
-4096 blocks             6f819917        70.2    88.0        70.9    92.1
-tables of 256 x 64 ids  6f819917       154.1   193.3       173.3   219.8
-8 blocks                74dd5e6e         6.1     6.3         6.0     6.2
-1024 blocks             74dd5e6e        22.5    24.5        23.1    25.1
-4096 blocks             74dd5e6e        65.9    69.5        66.8    70.5
-tables of 256 x 64 ids  74dd5e6e        51.1    54.4        49.2    52.7
+8 blocks                16aa112c        33.3    39.2        35.0    39.2
+1024 blocks             16aa112c        78.9    91.3        82.6   101.6
+4096 blocks             16aa112c       260.1   273.1       256.1   272.2
+tables of 256 x 64 ids  16aa112c        65.8    68.7        74.5    77.3
+8 blocks                8b5effb2         4.2     4.3         4.2     4.3
+1024 blocks             8b5effb2        16.5    17.3        16.5    17.6
+4096 blocks             8b5effb2        49.3    51.7        49.1    50.5
+tables of 256 x 64 ids  8b5effb2        21.9    22.7        21.9    23.0
 ======================= ======== =========== ======= =========== =======
-
-The last four are the fastest of three runs on a core of their own. In runs that alternated with them, 8f714b0e took 14,
-25, 67 and 153 us on GPU 0.
 
 A kernel of Numba's costs nothing here, so the tables do not show what its launch takes.
 """
