@@ -29,7 +29,7 @@ SPACE = Space(bytes(16), memory())
 def servers() -> Iterator[list[StoreServer]]:
     made: list[StoreServer] = []
     yield made
-    assert all(server.close() for server in made)
+    assert all(server.close(600) for server in made)
 
 
 Serve = Callable[..., StoreServer]

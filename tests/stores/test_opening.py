@@ -81,7 +81,7 @@ def test_a_process_that_was_killed_finds_its_full_blocks_again(tmp_path: Path) -
         assert found(opened) == 12, "the last two tokens fill no block"
     with open_pool(text, revision="2") as opened:
         assert found(opened) == 0, "the blocks of other weights"
-    assert opened.cache.closed and opened.storage.closed and opened.close(), "again"
+    assert opened.cache.closed and opened.storage.closed and opened.close(600), "again"
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
@@ -140,7 +140,7 @@ def test_stores_of_one_name_get_numbers_unless_their_texts_name_them(kind: str, 
     begin: Callable[..., Any] = open_pool if kind == "pool" else open_host
     opened = begin(*texts)
     assert list(opened.storage.stats().health) == ["disk", "disk-2", "slow", "disk-3"]
-    assert opened.close()
+    assert opened.close(600)
     with pytest.raises(ValueError, match=r"stores\[0\]: store.name: expected"):
         begin("memory:?capacity=1MiB&name=A")
 

@@ -236,7 +236,7 @@ def test_a_server_killed_in_the_middle_of_a_load_is_a_miss_and_is_used_again_onc
 def test_a_store_opens_without_its_server_and_says_so(caplog: pytest.LogCaptureFixture, serve: Serve) -> None:
     server = serve()
     endpoint = server.endpoint
-    assert server.close()
+    assert server.close(600)
     with caplog.at_level(logging.WARNING), open_queue(client(endpoint)) as queue:
         assert "the store is not there" in caplog.text and "nobody listens" in caplog.text
         assert done(queue.find(keys_of(queue, 1))).codes.tolist() == [FAILED]
@@ -417,7 +417,7 @@ def test_a_server_that_was_restarted_costs_no_failed_call(serve: Serve) -> None:
     with open_queue(client(server)) as queue:
         saved(queue, 4)
         endpoint = server.endpoint
-        assert server.close()
+        assert server.close(600)
         serve(endpoint=endpoint)
         saved(queue, 4)
         assert queue.stats().store["failed_calls"] == 0

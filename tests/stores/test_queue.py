@@ -365,7 +365,7 @@ def worker(store: Wrong, clock: Clock) -> Iterator[StoreWorker]:
     options = {"health": CircuitBreaker(1, 3600.0), "staging": True, "patience": 0.0, "clock": clock}
     made = StoreWorker(store, staging_rows(ROWS, BLOCK_BYTES), IDENTITY, **options)
     yield made
-    assert made.close()
+    assert made.close(600)
     assert not made.in_flight and made.free("load") == ROWS
 
 
