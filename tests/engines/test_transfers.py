@@ -268,8 +268,9 @@ WRONG_PLACES: list[Any] = [
 @pytest.mark.parametrize("place", WRONG_PLACES)
 def test_a_place_outside_of_the_host_blocks_is_refused(place: Any) -> None:
     cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
-    with pytest.raises((TypeError, ValueError), match="places"):
-        kvpool.hostcache.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
+    for places in ([place], [None, None]):
+        with pytest.raises((TypeError, ValueError), match="places"):
+            kvpool.hostcache.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=places)
 
 
 @pytest.mark.parametrize(

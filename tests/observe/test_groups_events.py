@@ -59,6 +59,35 @@ def test_a_snapshot_reports_parents_first_in_every_group_and_no_chain_leaves_its
             assert len(set(events.records["group"][first:last].tolist())) == 1
 
 
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_snapshot_says_of_each_block_what_storing_it_said(mix: str) -> None:
+    def facts(events: list[Event]) -> set[object]:
+        facts_stored = set[object]()
+        for event in events:
+            parent = event.parent
+            for i, key in enumerate(np.asarray(event.keys)):
+                assert event.tokens is not None
+                extra = (
+                    None if event.extra_ids is None or not event.extra_ids[i].any() else event.extra_ids[i].tobytes()
+                )
+                before = None if parent is None else parent.tobytes()
+                names = event.group, event.tier, event.namespace, event.salt, event.adapter_id, event.priority
+                facts_stored.add((key.tobytes(), before, event.tokens[i].tobytes(), extra, *names))
+                parent = key
+        return facts_stored
+
+    with pool_of(mix, device=40, host=0, event_capacity=256) as cache:
+        for names in ({}, {"salt": "s", "adapter_id": "a"}, {"extra_ids": [7] + [0] * 12}):
+            seed(cache, range(13), **names)  # type: ignore[arg-type]
+        events = cache.events(snapshot=True)
+        reported = facts([event for event in events[: events.before_snapshot] if event.kind == "stored"])
+        # Decoding blocks and windows may have removed some since.
+        snapshot = facts(events[events.before_snapshot + 1 :])
+        assert snapshot <= reported and {fact[4] for fact in snapshot} == {
+            g.index for g in cache.groups if g.kind != "cross"
+        }  # type: ignore[index]
+
+
 def test_the_first_event_has_the_capacities_of_every_group_and_their_sums() -> None:
     with pool_of("full window cross", device=5, host=3, event_capacity=4) as cache:
         (created,) = cache.events()
