@@ -43,3 +43,15 @@ class BlockTables(Pooled):
 
     def time_csr(self, used_columns: int) -> None:
         self.table.csr()
+
+
+class OneTable(Pooled):
+    """The block table of one sequence, into a target of 64 columns."""
+
+    def setup(self) -> None:
+        self.cache = make_pool(64)
+        self.ids = self.cache.add_sequence_batch(make_prompts(1, 63 * TOKENS_PER_BLOCK)).ids
+        self.target = np.zeros((1, 64), np.int32)
+
+    def time_staged(self) -> None:
+        self.cache.tables.copy_batch_block_offsets(self.target, self.ids)
