@@ -237,10 +237,12 @@ def in_flight(rig: Rig, start: Callable[[], object], meanwhile: Callable[[], Any
     rig.device.before = gate
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(start)
-        entered.wait()
+        assert entered.wait(600)
         second = threads.submit(meanwhile)
-        until(lambda: rig.cache.stats().sequences or rig.cache.stats().leases or second.done(), "decision")
-        go.set()
+        try:
+            until(lambda: rig.cache.stats().sequences or rig.cache.stats().leases or second.done(), "decision")
+        finally:
+            go.set()
         first.result()
     rig.device.arm()
     return second.exception() or second.result()
