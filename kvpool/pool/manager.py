@@ -396,13 +396,13 @@ class KVCacheManager(LiveSequences, Closing):
         -----
         Thread-safe. Changes nothing. Cheap enough for every step.
         """
-        core = self.core
-        with core.lock:  # without ``core.changes``: what they have to finish changes no count
-            core.check_open()
-            if len(core.tables) > 1:
-                raise ValueError(f"free_blocks: expected free_blocks_per_group in a pool of {len(core.tables)} groups")
-            free: int = verbs.free_device_blocks(core.states.groups)
-            return free
+        with self.core.lock, self.core.changes:
+            self.core.check_open()
+            if len(self.core.tables) > 1:
+                raise ValueError(
+                    f"free_blocks: expected free_blocks_per_group in a pool of {len(self.core.tables)} groups"
+                )
+            return int(verbs.free_device_blocks(self.core.states.groups))
 
     @property
     def free_blocks_per_group(self) -> Int64s:
