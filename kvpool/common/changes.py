@@ -110,8 +110,10 @@ class Changes:
         if self._open:
             self._settle()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``run`` for a call of one function without ``finish``: once it has its result, nothing is left to do."""
+    def call(self, function: Callable[..., Any], *args: Any, finish: Callable[[Any], object] | None = None) -> Any:
+        """``run`` for a call of one function. Without ``finish``, nothing is left to do once it has its result."""
+        if finish is not None:
+            return self.run(partial(function, *args), finish=finish)
         left = iter((args,))
         results: list[Any] = []  # ``list[Any]()`` would take longer than the function often does
         try:

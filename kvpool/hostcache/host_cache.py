@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -894,10 +893,7 @@ class HostCache(Closing):
     def _decide(self, verb: Callable[..., Any], *args: Any, finish: Callable[[Any], object] | None = None) -> Any:
         """Change the state by a jitted verb, and note its result by ``finish``: see ``Changes``. The caller holds the
         lock."""
-        if finish is None:
-            result = self._changes.call(verb, self._groups, *args)
-        else:
-            result = self._changes.run(partial(verb, self._groups, *args), finish=finish)
+        result = self._changes.call(verb, self._groups, *args, finish=finish)
         if self._changes.torn is not None:
             self._check_open()
         return result

@@ -85,8 +85,8 @@ class Core:
     """The state of one pool, and the only way to change it. Thread-safe.
 
     ``lock`` is the state lock. It guards ``states`` and ``names``, the namespaces that events name. Whoever holds it
-    enters ``changes`` too, unless to read one count. ``tables`` are the rows of each group, read-only. ``tokens`` is
-    the state of a group that has the tokens of sequences.
+    enters ``changes`` too. ``tables`` are the rows of each group, read-only. ``tokens`` is the state of a group that
+    has the tokens of sequences.
     """
 
     def __init__(self, config: PoolConfig, device: Device, states: States) -> None:
@@ -124,7 +124,7 @@ class Core:
         copy that the device refuses raises nothing here: see ``pool.transfer``.
         """
         run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
-        make = self.changes.call if finish is None else partial(self._noted, finish)
+        make = self.changes.call if finish is None else partial(self.changes.call, finish=finish)
         asked = stream is None or (stream is NULL_STREAM and self.transfer.order is None)
         return self._decide(stream if asked else self.as_stream(stream), verb, run, args, ids, first, make)
 
@@ -169,9 +169,6 @@ class Core:
         if self.changes.torn is not None:
             self.check_open()
         return result
-
-    def _noted(self, finish: Callable[[Any], object], run: Callable[..., Any], *args: Any) -> Any:
-        return self.changes.run(partial(run, *args), finish=finish)
 
     def _refusal(self, code: int, verb: Callable[..., Any], ids: Int64s, *args: Any) -> Exception:
         """What to raise for a refused decision. The state lock is held. No wait helps a growth that never fits."""
