@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,18 @@ def test_bytes_that_change_without_the_pool_are_found_at_release() -> None:
     with Replay(trace, ReplayConfig(SMALL, 32, active=1, verify=True, device="cpu"), progress=overwrite) as replay:
         with pytest.raises(VerificationError, match="request 0 .*was overwritten while in use"):
             replay.run()
+
+
+@pytest.mark.parametrize(("times", "gap_ms"), [((3.0, 8.5), 5500), ((None, None), 1000), ((8.5, 3.0), 0)])
+def test_the_clock_of_the_pool_has_the_times_of_the_trace(
+    times: tuple[float | None, float | None], gap_ms: int
+) -> None:
+    trace = native((block(0) + [7], None), (block(0) + [7], None))
+    requests = [replace(request, timestamp=at) for request, at in zip(trace.requests, times, strict=True)]
+    with Replay(Trace("timed", "native", requests), ReplayConfig(SMALL, 32, active=1, device="cpu")) as replay:
+        replay.run()
+        gaps = replay.cache.stats().reuse_gap_ms
+    assert (gaps.count, gaps.total_ms) == (1, gap_ms)
 
 
 def test_requests_that_cannot_fit_are_skipped_and_named() -> None:

@@ -81,8 +81,10 @@ def run(options: argparse.Namespace) -> int:
     block, requests) or as recorded (id, block_size, requests). --users play them, each waits for its answers.
     Without TRACE, a synthetic workload of chats with shared system prompts is replayed.
 
-    --policies prints one table: the hits in full blocks of each policy, with the times of the trace as the pool's
-    clock. MIN evicts the block whose next use is last: no cache of both tiers' size finds more.
+    The pool's clock has the times of the trace; without times, a request comes each second.
+
+    --policies prints one table: the hits in full blocks of each policy. MIN evicts the block whose next use is last:
+    no cache of both tiers' size finds more.
 
     --device sim runs the pool's copies and a fake engine's kernels late and in any order that streams and
     events allow, and fails on accesses that nothing orders and on writes that nobody declared.

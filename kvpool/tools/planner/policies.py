@@ -211,8 +211,8 @@ def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: Polic
         clock=lambda: now_ms[0],
         secret=bytes(32),
     ) as cache:
-        for number, (request, blocks, prompt, lookups, private) in enumerate(uses):
-            now_ms[0] = int(1000 * (number if request.timestamp is None else request.timestamp))
+        for request, blocks, prompt, lookups, private in uses:
+            now_ms[0] = request.arrival_ms
             admitted = cache.add_sequence_batch([cache.block_keys(np.append(blocks[:prompt] + 1, 0))])
             hits += min(int(admitted.cached_tokens[0]), lookups)
             cache.commit(admitted.ids, np.array([prompt]))

@@ -2,7 +2,7 @@
 
 A block of the replay is one token here, which is the number of its content, and no KV bytes are written or copied. So a
 policy takes seconds where ``Replay`` takes minutes. The hits are those of the full blocks of a ``Replay`` without
-partial reuse, but the pool's clock has the times of the trace.
+partial reuse.
 """
 
 from __future__ import annotations
@@ -202,8 +202,7 @@ def replay_hits(
         for step in steps:
             match step:
                 case Admit(request):
-                    arrival = request.index if request.timestamp is None else request.timestamp
-                    now_ms[0] = max(now_ms[0], int(1000 * arrival))
+                    now_ms[0] = max(now_ms[0], request.arrival_ms)
                     keyed = uses[request.index].blocks
                     private = worst_blocks(request, size) - len(keyed)
                     blocks = np.append(keyed, np.arange(fresh, fresh + private, dtype=np.int32))

@@ -136,6 +136,11 @@ class Request:
         return f"request {self.index} ({place})" if self.line else f"request {self.index}"
 
     @property
+    def arrival_ms(self) -> int:
+        """The time of arrival in milliseconds. Without a timestamp, one request comes each second."""
+        return int(1000 * (self.index if self.timestamp is None else self.timestamp))
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt and the answer together."""
         return self.input_length + self.output_length

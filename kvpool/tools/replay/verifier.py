@@ -256,11 +256,11 @@ class Image:
 
 
 class WatchedDevice(WrappedDevice):
-    """Forwards all calls to `inner`, counts the bytes of copies and the time they take, and has `verifier` check every
-    copy, if there is one. It is set later, since the pool must exist before a verifier can read it.
+    """Forwards all calls to `inner`, measures the time of copies, and has `verifier` check every copy, if there is one.
+    It is set later, since the pool must exist before a verifier can read it.
 
     `copy_ns` is the time of the inner device's copies. `away_ns` is the time of whole copy calls, with verification; a
-    caller subtracts it to get its own time. `copied_bytes` is ``[offload, onboard, inside a tier]``.
+    caller subtracts it to get its own time.
     """
 
     verifier: Verifier | None = None
@@ -268,8 +268,6 @@ class WatchedDevice(WrappedDevice):
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
         self.copy_ns = self.away_ns = 0
-        self.copied_bytes = np.zeros(3, dtype=np.int64)
-        self._device_blocks = self._token_bytes = 0
         self._image: Image | None = None
 
     def launch(self, stream: Stream, function: Callable[[], None], reads: Int64s, writes: Int64s) -> None:
@@ -297,9 +295,8 @@ class WatchedDevice(WrappedDevice):
 
     def bind(self, regions: Sequence[Region]) -> None:
         """Bind one region of one part, as every device does."""
-        ((layout, device_pool, _),), self._device_blocks, _ = regions[0]
-        self._token_bytes = layout.token_bytes
-        self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, self._device_blocks)
+        ((layout, device_pool, _),), device_blocks, _ = regions[0]
+        self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, device_blocks)
         self.inner.bind(regions)
 
     def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
@@ -313,15 +310,9 @@ class WatchedDevice(WrappedDevice):
             raise
         finally:
             self.copy_ns += perf_counter_ns() - begin
-            self._count(moves[:completed])
             if self.verifier is not None:
                 self.verifier.copied(moves[:completed], stream)
             self.away_ns += perf_counter_ns() - begin
-
-    def _count(self, moves: Int64s) -> None:
-        on_host = moves[:, [SOURCE, TARGET]] >= self._device_blocks
-        ways = np.where(on_host[:, 0] == on_host[:, 1], 2, on_host[:, 0])
-        np.add.at(self.copied_bytes, ways, moves[:, TOKENS] * self._token_bytes)
 
     @contextmanager
     def host_access(
