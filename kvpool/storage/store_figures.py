@@ -1,11 +1,10 @@
-"""StoreFigures: counts what became of the blocks of a store."""
+"""StoreStats: what became of the blocks of a store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.storage.store import CODES
-from kvpool.storage.store_requests import KINDS, LOAD, SAVE, RequestKind, StoreRequest
+from kvpool.storage.store_requests import RequestKind
 
 
 @dataclass(frozen=True)
@@ -44,33 +43,3 @@ class StoreStats:
     running_calls: int
     unconfirmed_drops: int
     store: dict[str, int]
-
-
-class StoreFigures:
-    """Totals of one worker, which holds its lock."""
-
-    def __init__(self, name: str, block_bytes: int) -> None:
-        self.name, self._block_bytes = name, block_bytes
-        self._blocks = {(kind, code): 0 for kind in KINDS for code in CODES}
-        self._nbytes, self._seconds = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0)
-        self.refused = 0
-
-    def note(self, request: StoreRequest) -> None:
-        """A request is done."""
-        self.note_blocks(request.kind, request.counts)
-        if request.kind in (LOAD, SAVE):
-            self._nbytes[request.kind] += request.ok * self._block_bytes
-
-    def note_blocks(self, kind: RequestKind, counts: dict[str, int]) -> None:
-        """Count blocks by code."""
-        for code, count in counts.items():
-            self._blocks[kind, code] += count
-
-    def note_call(self, kind: RequestKind, seconds: float) -> None:
-        """A call of the store took so long."""
-        self._seconds[kind] += seconds
-
-    def stats(self, waiting: int, running: int, drops: int, store: dict[str, int]) -> StoreStats:
-        """A snapshot."""
-        blocks, nbytes, seconds = dict(self._blocks), dict(self._nbytes), dict(self._seconds)
-        return StoreStats(self.name, blocks, nbytes, seconds, self.refused, waiting, running, drops, store)

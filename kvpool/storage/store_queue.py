@@ -1,21 +1,44 @@
-"""StoreQueue: which call of a store begins next, and how many blocks wait."""
+"""StoreQueue: the requests of one store that are not over, what becomes of them, and which call of the store begins
+next."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
+import math
+import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from kvpool.common.process import stays_here
+from kvpool.common.threads import Bell
 from kvpool.errors import StoreBusy
+from kvpool.storage.callbacks import Callbacks
 from kvpool.storage.calls import NO_CODES
-from kvpool.storage.store import LATE, Rows
-from kvpool.storage.store_requests import CLEAR, DROPS, FIND, FORGET, LOAD, SAVE, RequestKind, StoreRequest, Tombstones
+from kvpool.storage.circuit_breaker import CircuitBreaker
+from kvpool.storage.store import CANCELLED, CODES, LATE, OK, Bytes, Rows
+from kvpool.storage.store_requests import (
+    CLEAR,
+    DROPS,
+    FIND,
+    FORGET,
+    KINDS,
+    LOAD,
+    SAVE,
+    RequestKind,
+    StoreRequest,
+    Tombstones,
+)
 
 _PRIORITY = {FIND: 0, LOAD: 1, SAVE: 2}
-_READS = (FIND, LOAD)
-_BOUND: dict[RequestKind, RequestKind] = {FIND: LOAD, LOAD: LOAD, SAVE: SAVE, FORGET: FORGET, CLEAR: FORGET}
+_READS: tuple[RequestKind, ...] = (FIND, LOAD)
+_TOGETHER: dict[RequestKind, tuple[RequestKind, ...]] = {
+    FIND: _READS,
+    LOAD: _READS,
+    SAVE: (SAVE,),
+    FORGET: DROPS,
+    CLEAR: DROPS,
+}
 """Kinds of requests that wait together, up to a bound."""
 StoreCall = tuple[StoreRequest, Rows]
 """A request, and the places of the blocks that a call of the store is for."""
@@ -58,11 +81,16 @@ class RequestHeap:
 
 
 class StoreQueue:
-    """Requests that wait for calls of a store, and the calls under way. The owner holds its lock.
+    """The requests of a ``StoreWorker`` that are not over. The caller holds ``lock``, except of ``wait_until`` and
+    ``cancel``.
 
     ``savers``: how many calls save or drop at a time. ``piece_blocks``: the most blocks of one call. ``most``: the
-    bound for blocks of saves, of finds and loads, and of drops that wait. ``settle`` gives a code to the blocks of a
-    request that have none.
+    bound for blocks of saves, of finds and loads, and of drops that wait. ``rows``: how many rows requests have on
+    loan. Half of them, rounded down, are kept for loads, so that no save keeps a load waiting. ``health`` judges the
+    store by its requests.
+
+    An exception of a signal handler may end a caller's change half-way. No lock is held then, and no row is free that
+    a request or a caller has: rows leave a table before they join another one, so that they may only be in none.
     """
 
     def __init__(
@@ -71,53 +99,101 @@ class StoreQueue:
         savers: int,
         piece_blocks: int,
         most: int,
+        rows: int,
+        health: CircuitBreaker,
         clock: Callable[[], float],
-        settle: Callable[[StoreRequest, int], None],
     ) -> None:
-        self._store, self._most, self._clock, self._settle = store, most, clock, settle
+        self._store, self._most, self._health, self._clock = store, most, health, clock
         self._savers, self._piece_blocks = savers, piece_blocks
-        self.drops = Tombstones()
+        # A lock of C: no exception comes between taking it and the block of ``with``.
+        self.lock = threading.RLock()
+        self.bell = Bell()
+        """What callers wait for."""
+        self.callbacks, self.drops = Callbacks(), Tombstones()
+        self.requests: dict[StoreRequest, None] = {}
+        """Requests that have not returned, or are held, or whose callbacks were not called; and drops not confirmed."""
         self.running: dict[int, StoreCall] = {}
         """By thread."""
-        self._waiting_requests = RequestHeap()
-        self._waiting: Counter[RequestKind] = Counter()
+        self._waiting, self._deadlines = RequestHeap(), RequestHeap()
+        self._rows, self._free_rows = rows, list(range(rows))
+        self.blocks = {(kind, code): 0 for kind in KINDS for code in CODES}
+        """How many became what, since the beginning."""
+        self.refused = 0
+        """Requests for which there was no room."""
+        # A request refers to this, and has no threads that would end it in a child.
+        stays_here(self)
+
+    # -- without the lock ----------------------------------------------------------------------------
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until a condition holds, which is asked with the lock held. Returns whether it does."""
+
+        def asked() -> bool:
+            with self.lock:
+                return condition()
+
+        return self.bell.wait_for(asked, timeout)
+
+    def cancel(self, request: StoreRequest) -> None:
+        """Give up what is not decided of a request."""
+        with self.lock:
+            self.give_up((request,))
+
+    # -- what waits ----------------------------------------------------------------------------------
+
+    def queued(self, *kinds: RequestKind) -> int:
+        """How many blocks of requests of these kinds wait."""
+        return sum(request.queued for request in self.requests if request.kind in kinds)
 
     def check_room(self, kind: RequestKind, blocks: int) -> None:
         """Raise StoreBusy if no more blocks of requests of this kind may wait."""
-        waiting = self._waiting[_BOUND[kind]]
+        waiting = self.queued(*_TOGETHER[kind])
         if waiting + blocks > self._most:
+            self.refused += 1
             raise StoreBusy(self._store, kind, waiting, self._most)
 
     def add(self, request: StoreRequest) -> None:
-        """A request joins."""
-        self._waiting[_BOUND[request.kind]] += request.queued
-        if not request.done and request.kind not in DROPS:
-            self._waiting_requests.put(_PRIORITY[request.kind], request)
+        """A request joins. What is to be dropped is kept from it, or from the others if it is a drop."""
+        self.requests[request] = None
+        if request.done:
+            self._finish(request)
+        elif request.kind in DROPS:
+            self.drops.add(request)
+            for other in self.kept_from_drops():
+                if request.kind == CLEAR or not other.key_set.isdisjoint(request.key_bytes):
+                    self._screen(other)
+        else:
+            self._waiting.put(_PRIORITY[request.kind], request)
+            if request.deadline != math.inf:
+                self._deadlines.put(request.deadline, request)
+            if len(self.drops):
+                self._screen(request)
 
-    def leave(self, kind: RequestKind, blocks: int) -> None:
-        """Blocks of a request of this kind wait no more."""
-        self._waiting[_BOUND[kind]] -= blocks
+    def kept_from_drops(self) -> list[StoreRequest]:
+        """The requests that a drop may concern."""
+        return [request for request in self.requests if request.kind not in DROPS and not request.done]
 
-    def recount(self, requests: Iterable[StoreRequest]) -> None:
-        """Count the blocks of these requests, which are all that there are, as those that wait."""
-        self._waiting.clear()
-        for request in requests:
-            self._waiting[_BOUND[request.kind]] += request.queued
+    def _screen(self, request: StoreRequest) -> None:
+        """Keep a request from what is to be dropped."""
+        if self.drops.screen(request):
+            self.settle(request, CANCELLED)
+
+    # -- calls of the store --------------------------------------------------------------------------
 
     @property
     def is_backlogged(self) -> bool:
         """Whether a save that begins now waits for others."""
-        return self._waiting[SAVE] > 0 or not self._may_begin(SAVE)
+        return self.queued(SAVE) > 0 or not self._may_begin(SAVE)
 
     @property
     def is_empty(self) -> bool:
         """Whether no find, load or save has blocks with which no call has begun."""
-        return self._waiting_requests.first() is None
+        return self._waiting.first() is None
 
     @property
     def has_work(self) -> bool:
         """Whether there may be a call to make, or a drop to wait for."""
-        entry = self._waiting_requests.first()
+        entry = self._waiting.first()
         return len(self.drops) > 0 or (entry is not None and self._may_begin(entry.request.kind))
 
     def next(self, thread: int) -> StoreCall | None:
@@ -127,10 +203,20 @@ class StoreQueue:
             self.running[thread] = call
         return call
 
-    def returned(self, thread: int) -> None:
+    def returned(self, thread: int, codes: Bytes, error: str) -> None:
         """The call of a thread has returned."""
-        del self.running[thread]
+        request, places = self.running.pop(thread)
         self.drops.returned(thread)
+        was_done = request.done
+        request.call_ends(places, codes, error)
+        if request.kind in DROPS and not was_done:
+            if error:
+                self.drops.failed(request, self._clock())
+            else:
+                self.settle(request, OK)
+        elif request.done and (request.returned or not was_done):
+            self._finish(request)
+        self.bell.ring()
 
     def _may_begin(self, kind: RequestKind) -> bool:
         if kind in _READS or len(self.running) < self._savers:
@@ -144,18 +230,104 @@ class StoreQueue:
 
     def _next_piece(self) -> StoreCall | None:
         """The next blocks that may be found, loaded or saved now."""
-        while (entry := self._waiting_requests.first()) is not None and self._may_begin(entry.request.kind):
+        while (entry := self._waiting.first()) is not None and self._may_begin(entry.request.kind):
             request = entry.request
             if self._clock() >= request.deadline:
-                self._settle(request, LATE)
+                self.settle(request, LATE)
                 continue
             count = len(request.codes)
             part = slice(request.begun, min(request.begun + self._piece_blocks, count))
             if part.stop == count:
-                self._waiting_requests.pop()
-            self.leave(request.kind, part.stop - part.start)
+                self._waiting.pop()
             places = request.call_begins(part, self._clock())
             if len(places):
                 return request, places
             request.call_ends(places, NO_CODES, "")
         return None
+
+    # -- what becomes of requests --------------------------------------------------------------------
+
+    def settle(self, request: StoreRequest, code: int) -> None:
+        """Give a code to the blocks of a request that have none."""
+        request.settle(code)
+        self._finish(request)
+
+    def expire(self) -> float:
+        """End requests at their deadlines. Returns the next deadline, or infinity."""
+        while (entry := self._deadlines.first()) is not None and entry.order <= self._clock():
+            self.settle(entry.request, LATE)
+        return math.inf if entry is None else entry.order
+
+    def give_up(self, requests: Iterable[StoreRequest]) -> None:
+        """Cancel those of these requests that are not done."""
+        try:
+            for request in requests:
+                if not request.done:
+                    self.settle(request, CANCELLED)
+        except BaseException:  # of a signal handler
+            self.repair()
+            raise
+
+    def repair(self) -> None:
+        """Finish what was decided and perhaps not finished."""
+        for request in list(self.requests):
+            if request.done:
+                self._finish(request)
+
+    def _finish(self, request: StoreRequest) -> None:
+        """A request is done or returned. To finish it twice is the same as once."""
+        self.drops.remove(request)
+        self._count(request)
+        self.let_go(request)
+        if request.on_done or request.on_returned:
+            self.callbacks.add(request)
+        self.bell.ring()
+
+    def _count(self, request: StoreRequest) -> None:
+        """Count a request that is done, once, and judge the store by it."""
+        if request.counted:
+            return
+        request.counted = True
+        request.seconds = 0.0 if math.isnan(request.began) else self._clock() - request.began
+        for code, count in request.counts.items():
+            self.blocks[request.kind, code] += count
+        request.hurried = request.hurried and "late" in request.counts
+        if not request.hurried:
+            before = self._health.is_suspended
+            self._health.note(request)
+            request.suspends = self._health.is_suspended and not before
+
+    def let_go(self, request: StoreRequest) -> None:
+        """Take the rows of a request back if nobody uses them any more."""
+        called = not (request.in_callback or request.on_done or request.on_returned)
+        if request.returned and called and not request.held and request in self.requests:
+            del self.requests[request]
+            if self._rows:
+                self._free_rows += request.rows.tolist()
+            self.bell.ring()
+
+    # -- rows ----------------------------------------------------------------------------------------
+
+    def free(self, kind: RequestKind) -> int:
+        """How many rows a request of this kind can take now."""
+        return max(0, len(self._free_rows) - (0 if kind == LOAD else self._rows // 2))
+
+    def take(self, kind: RequestKind, most: int) -> list[int]:
+        """Take free rows."""
+        first = len(self._free_rows) - min(most, self.free(kind))
+        taken = self._free_rows[first:]
+        del self._free_rows[first:]
+        return taken
+
+    @property
+    def all_hang(self) -> bool:
+        """Whether no rows will be free soon: all others are free, or in calls that hang."""
+        hang = sum(
+            len(request.rows) for request in self.requests if request.done and not request.returned and not request.held
+        )
+        return len(self._free_rows) + hang >= self._rows
+
+    def give_back(self, rows: list[int]) -> None:
+        """Rows that were taken, and that no request has got."""
+        self._free_rows += rows
+        self.bell.ring()

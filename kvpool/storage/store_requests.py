@@ -33,13 +33,11 @@ SAVE: Final = "save"
 FORGET: Final = "forget"
 CLEAR: Final = "clear"
 KINDS: tuple[RequestKind, ...] = (FIND, LOAD, SAVE, FORGET, CLEAR)
-DROPS = (FORGET, CLEAR)
+DROPS: tuple[RequestKind, ...] = (FORGET, CLEAR)
 
 
 class RequestOwner(Protocol):
-    """What a request needs of the requests that it is one of."""
-
-    secret: Secret
+    """What a request needs of the queue that it is in."""
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool: ...
     def cancel(self, request: StoreRequest) -> None: ...
@@ -80,7 +78,8 @@ class StoreRequest:
     Any thread may use it.
     """
 
-    _worker: RequestOwner
+    _queue: RequestOwner
+    _secret: Secret
     kind: RequestKind
     keys: Keys
     rows: Rows
@@ -174,7 +173,7 @@ class StoreRequest:
         bool
             Whether it is.
         """
-        return self._worker.wait_until(lambda: self.returned if returned else self.done, timeout)
+        return self._queue.wait_until(lambda: self.returned if returned else self.done, timeout)
 
     def cancel(self) -> None:
         """Give up the blocks that have no code yet. Calls in flight are asked to stop.
@@ -186,7 +185,7 @@ class StoreRequest:
         """
         if self.kind in DROPS:
             raise ValueError(f"request: expected a find, load or save, got {self!r}, which cannot be cancelled")
-        self._worker.cancel(self)
+        self._queue.cancel(self)
 
     def __repr__(self) -> str:
         state = f"blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned}"
@@ -197,7 +196,7 @@ class StoreRequest:
     def hashed(self) -> tuple[list[bytes], frozenset[bytes]]:
         """The keys of its blocks in the store, in order, and as a set. They are hashed by the first call."""
         if self._hashed is None:
-            keys = [key.tobytes() for key in self._worker.secret.keys(self.keys)]
+            keys = [key.tobytes() for key in self._secret.keys(self.keys)]
             self._hashed = keys, frozenset(keys)
         return self._hashed
 

@@ -4,10 +4,10 @@ back when a request is done; and stop using the store for a while when it fails.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,15 @@ from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import Closing, stays_here
+from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.storage.calls import NO_ROWS, StoreCalls
 from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.mac import BlockNames, Secret
-from kvpool.storage.open_requests import OpenRequests
 from kvpool.storage.staging_rows import memory_argument
 from kvpool.storage.store import (
+    CANCELLED,
+    CODES,
     KEY_BYTES,
     MODEL_BYTES,
     NO_LIMIT,
@@ -33,13 +35,14 @@ from kvpool.storage.store import (
     Store,
     store_argument,
 )
-from kvpool.storage.store_figures import StoreFigures, StoreStats
-from kvpool.storage.store_queue import StoreQueue
+from kvpool.storage.store_figures import StoreStats
+from kvpool.storage.store_queue import StoreCall, StoreQueue
 from kvpool.storage.store_requests import (
     CLEAR,
     DROPS,
     FIND,
     FORGET,
+    KINDS,
     LOAD,
     SAVE,
     Call,
@@ -200,18 +203,21 @@ class StoreWorker(Closing):
             store.close()
             raise
         self._own_tag = self.secret.tag(b"")
-        self._open = OpenRequests(
-            StoreCalls(store, self.secret, self.memory, self.forget),
-            self.secret,
-            partial(StoreQueue, self.name, self.savers, self.piece_blocks, most, clock),
-            self.slots if staging else 0,
-            StoreFigures(self.name, self.block_bytes),
-            self.health,
-            TroubleLog(self.name, clock) if warns else None,
-            clock,
-            store.close,
+        self._calls, self._close_store = StoreCalls(store, self.secret, self.memory, self.forget), store.close
+        self._queue = StoreQueue(
+            self.name, self.savers, self.piece_blocks, most, self.slots if staging else 0, self.health, clock
         )
-        self._open.start(self.name, threads)
+        self._troubles = TroubleLog(self.name, clock) if warns else None
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        # The threads that wait for a call to make, and the one that waits for a deadline, are woken apart.
+        self._work_comes = threading.Condition(self._queue.lock)
+        self._alarm, self._wakes_at = threading.Condition(self._queue.lock), -math.inf
+        # A store is not closed while somebody has this.
+        self._in_use = threading.RLock()
+        self._threads, self._closing, self._closed = threads, False, False
+        # None of the threads runs a signal handler.
+        for suffix, work in [*((str(i), self._work) for i in range(threads)), ("deadlines", self._watch)]:
+            threading.Thread(target=work, name=f"kvpool-{self.name}-{suffix}", daemon=True).start()
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -287,8 +293,26 @@ class StoreWorker(Closing):
             The codes. None where only a request can tell: for another store, and for one that has failed, is suspended,
             or is to drop something.
         """
-        checked_keys = keys_argument(keys)
-        return self._open.find_now(checked_keys) if self.indexed else None
+        checked_keys, queue = keys_argument(keys), self._queue
+        if not self.indexed:
+            return None
+        with self._in_use:
+            with queue.lock:
+                if self._closing or len(queue.drops) or self.health.suspended():
+                    return None
+            began = time.perf_counter()
+            try:
+                codes = self._calls.find(checked_keys)
+            except Exception:
+                return None
+        counts = np.bincount(codes, minlength=len(CODES)).tolist()
+        if sum(counts[:2]) != len(checked_keys):
+            return None
+        with queue.lock:
+            self._seconds[FIND] += time.perf_counter() - began
+            for code, count in zip(CODES, counts, strict=True):
+                queue.blocks[FIND, code] += count
+        return codes
 
     def load(
         self,
@@ -448,7 +472,8 @@ class StoreWorker(Closing):
     @property
     def is_backlogged(self) -> bool:
         """Whether a save that begins now waits for others."""
-        return self._open.is_backlogged
+        with self._queue.lock:
+            return self._queue.is_backlogged
 
     def check_forget(self, blocks: int) -> None:
         """Raise StoreBusy if these blocks cannot be queued to be dropped now.
@@ -458,12 +483,13 @@ class StoreWorker(Closing):
         blocks : int
             Number of blocks.
         """
-        self._open.check_room(FORGET, blocks)
+        with self._queue.lock:
+            self._queue.check_room(FORGET, blocks)
 
     @property
     def has_results(self) -> bool:
         """Whether ``poll`` has a call to make."""
-        return self._open.ready
+        return bool(self._queue.callbacks)
 
     def poll(self) -> bool:
         """Make the calls of requests that are done or returned. Never waits.
@@ -477,7 +503,7 @@ class StoreWorker(Closing):
         -----
         Clears ``fileno``.
         """
-        return self._open.poll()
+        return self._queue.callbacks.make(self._let_go)
 
     @property
     def requests(self) -> list[StoreRequest]:
@@ -485,7 +511,8 @@ class StoreWorker(Closing):
 
         A request is over when it has returned, its rows are not held, and its callbacks were called.
         """
-        return self._open.all
+        with self._queue.lock:
+            return list(self._queue.requests)
 
     @property
     def in_flight(self) -> int:
@@ -500,7 +527,7 @@ class StoreWorker(Closing):
         int
             The descriptor, for ``select`` and asyncio.
         """
-        return self._open.fileno()
+        return self._queue.callbacks.fileno
 
     def wait(self, timeout: float) -> bool:
         """Wait until ``poll`` has a call to make.
@@ -515,7 +542,7 @@ class StoreWorker(Closing):
         bool
             Whether it has.
         """
-        return self._open.wait(timeout)
+        return self._queue.callbacks.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
         """Wait until no find, load or save is queued or in flight.
@@ -534,8 +561,8 @@ class StoreWorker(Closing):
         -----
         Drops that the store does not confirm are not waited for: wait for their requests.
         """
-        return self._open.wait_until(
-            lambda: all(request.returned or request.kind in DROPS for request in self.requests), timeout
+        return self._queue.wait_until(
+            lambda: all(request.returned or request.kind in DROPS for request in self._queue.requests), timeout
         )
 
     def stats(self) -> StoreStats:
@@ -546,7 +573,20 @@ class StoreWorker(Closing):
         StoreStats
             Totals, and the state now.
         """
-        return self._open.stats()
+        figures, queue = self._calls.figures(), self._queue
+        with queue.lock:
+            blocks = dict(queue.blocks)
+            return StoreStats(
+                self.name,
+                blocks,
+                {kind: blocks[kind, "ok"] * self.block_bytes if kind in (LOAD, SAVE) else 0 for kind in KINDS},
+                dict(self._seconds),
+                queue.refused,
+                queue.queued(*KINDS),
+                len(queue.running),
+                len(queue.drops),
+                figures,
+            )
 
     # -- rows ----------------------------------------------------------------------------------------
 
@@ -563,7 +603,7 @@ class StoreWorker(Closing):
         int
             Number of rows.
         """
-        return self._open.free(kind)
+        return self._queue.free(kind)
 
     def take(self, kind: RequestKind, most: int, timeout: float = 0.0) -> Rows:
         """Take free rows for a request. They are the caller's until a request has them, or ``give_back``.
@@ -582,7 +622,14 @@ class StoreWorker(Closing):
         ndarray of int64, shape (n,)
             The rows. There may be none.
         """
-        return np.array(self._open.take(kind, most, timeout), np.int64)
+        taken: list[int] = []
+
+        def took() -> bool:
+            taken.extend(() if taken else self._queue.take(kind, most))
+            return bool(taken) or self._queue.all_hang
+
+        self._queue.wait_until(took, timeout)
+        return np.array(taken, np.int64)
 
     def give_back(self, rows: Rows) -> None:
         """Give back rows of ``take`` that no request has got.
@@ -592,7 +639,8 @@ class StoreWorker(Closing):
         rows : ndarray of int64
             The rows.
         """
-        self._open.give_back(rows.tolist())
+        with self._queue.lock:
+            self._queue.give_back(rows.tolist())
 
     def release(self, request: StoreRequest) -> None:
         """Release the rows of a request that was begun with ``hold``: nobody reads them any more.
@@ -602,7 +650,8 @@ class StoreWorker(Closing):
         request : StoreRequest
             The request.
         """
-        self._open.release(request)
+        request.held = False
+        self._let_go(request)
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -626,8 +675,13 @@ class StoreWorker(Closing):
         -----
         May be called again.
         """
-        self._open.close()
-        over = self._open.wait_until(lambda: self._open.closed, timeout)
+        queue = self._queue
+        with queue.lock:
+            self._closing = True
+            queue.give_up(list(queue.requests))
+            self._work_comes.notify_all()
+            self._alarm.notify_all()
+        over = queue.wait_until(lambda: self._closed, timeout)
         if call_back:
             self.poll()
         return over
@@ -654,16 +708,124 @@ class StoreWorker(Closing):
             tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == LOAD)
         end = _deadline_argument(deadline)
-        request = StoreRequest(self._open, kind, checked_keys, places, lend, end, tag or b"", limit, renews)
+        request = StoreRequest(
+            self._queue, self.secret, kind, checked_keys, places, lend, end, tag or b"", limit, renews
+        )
         request.owner, request.held, request.hurried = owner, hold, end - self._clock() < self._patience
         request.on_done = [] if done is None else [done]
         request.on_returned = [] if returned is None else [returned]
-        return self._open.begin(request)
+        if self._troubles is not None and kind not in DROPS:
+            request.on_done.insert(0, self._log)
+        return self._join(request)
+
+    def _join(self, request: StoreRequest) -> StoreRequest:
+        """Queue a request, or return the one that does for it."""
+        queue = self._queue
+        self._hash(request)
+        with queue.lock:
+            if self._closing:
+                raise PoolClosed(f"the worker of the store {self.name!r} is closed")
+            same = queue.drops.clearing(request) if request.kind == CLEAR else None
+            if same is not None:
+                same.on_done += request.on_done
+                return same
+            queue.check_room(request.kind, request.queued)
+            try:
+                queue.add(request)
+                if request.deadline < self._wakes_at or request.deadline <= self._clock():
+                    self._alarm.notify()
+                self._wake_one()
+            except BaseException:
+                # Of a signal handler: the caller does not get the request, but its callbacks do.
+                request.held = False
+                queue.settle(request, CANCELLED)
+                queue.repair()
+                # ``notify`` may have woken a thread that it still lists, and would then wake it in another's place.
+                self._work_comes.notify_all()
+                self._alarm.notify_all()
+                raise
+        return request
+
+    def _hash(self, request: StoreRequest) -> None:
+        """Hash the keys that are compared below, before the lock is taken for that."""
+        if request.kind == FORGET:
+            with self._queue.lock:
+                others = self._queue.kept_from_drops()
+            for other in (request, *others):
+                other.hashed()
+        elif request.kind != CLEAR and len(self._queue.drops):
+            request.hashed()
+
+    def _let_go(self, request: StoreRequest) -> None:
+        with self._queue.lock:
+            self._queue.let_go(request)
+
+    def _log(self, request: StoreRequest) -> None:
+        """Log what went wrong with a request that is done."""
+        assert self._troubles is not None
+        for code in () if request.hurried else request.counts.keys() - {"ok", "absent", "cancelled"}:
+            self._troubles.note(request.kind, code, request.counts[code], request.error)
+        if request.suspends:
+            self._troubles.note(request.kind, "suspended", len(request.codes))
 
     def _tag(self, tag: object) -> bytes:
         if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):
             raise ValueError(f"tag: expected {TAG_BYTES} bytes that the worker's secret has made, got {tag!r:.80}")
         return tag
+
+    # -- the threads ---------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """One of the threads that call the store."""
+        thread, queue = threading.get_ident(), self._queue
+        while (call := self._next(thread)) is not None:
+            began = time.perf_counter()
+            codes, error = self._calls.do(*call)
+            with queue.lock:
+                self._seconds[call[0].kind] += time.perf_counter() - began
+                queue.returned(thread, codes, error)
+        self._end()
+
+    def _next(self, thread: int) -> StoreCall | None:
+        """Wait for a call to make: a request, and the places of its blocks. Returns None when there will be none."""
+        queue = self._queue
+        with queue.lock:
+            while True:
+                call = queue.next(thread)
+                if call is not None:
+                    self._wake_one()
+                    return call
+                if self._closing and queue.is_empty:
+                    return None
+                self._work_comes.wait(queue.drops.left(self._clock()))
+
+    def _wake_one(self) -> None:
+        """Wake one thread if there may be a call to make, or a drop to wait for. It wakes the next one in turn. The
+        lock is held."""
+        if self._queue.has_work:
+            self._work_comes.notify()
+
+    def _watch(self) -> None:
+        """The thread that ends requests at their deadlines."""
+        with self._queue.lock:
+            while not self._closing:
+                left = min(3600.0, max(0.0, self._queue.expire() - self._clock()))
+                self._wakes_at = self._clock() + left
+                self._alarm.wait(left)
+
+    def _end(self) -> None:
+        """A thread ends. The last one closes the store."""
+        with self._queue.lock:
+            self._threads -= 1
+            if self._threads:
+                return
+        try:
+            with self._in_use:
+                self._close_store()
+        finally:
+            with self._queue.lock:
+                self._closed = True
+                self._queue.bell.ring()
 
 
 def _deadline_argument(deadline: Any) -> float:

@@ -204,7 +204,7 @@ def test_what_is_saved_after_a_clear_is_found_after_a_restart(make: Open, store:
 def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, passed, copied = make(rows=2), 0.0, []
     clock = blocks.worker._clock
-    for part in (blocks.worker, blocks.worker._open._queue):
+    for part in (blocks.worker, blocks.worker._queue):
         monkeypatch.setattr(part, "_clock", lambda: clock() + passed)
 
     def slow(place: int, row: Any) -> None:

@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_begun_before_a_drop_goes_on",
-        "OpenRequests._join",
+        "StoreQueue.add",
         "self._screen(other)",
         "pass",
         "KV of weights that were replaced is loaded after a clear.",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_is_down_is_asked_for_what_was_dropped",
-        "OpenRequests._join",
+        "StoreQueue.add",
         "self._screen(request)",
         "",
         "A tenant's content is found after it has left, until the store has dropped it.",
@@ -34,9 +34,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_drop_that_fails_is_confirmed",
-        "OpenRequests._returned",
-        "if error:\n    self._queue.drops.failed(request, self._clock())\nelse:\n    self._settle(request, OK)",
-        "self._settle(request, OK)",
+        "StoreQueue.returned",
+        "if error:\n    self.drops.failed(request, self._clock())\nelse:\n    self.settle(request, OK)",
+        "self.settle(request, OK)",
         "An operator is told that content is gone, and it is not.",
         (
             f"{_DROPS}test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved[clear]",

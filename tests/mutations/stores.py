@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_of_a_job_that_is_done_are_given_away",
-        "OpenRequests._let_go",
+        "StoreQueue.let_go",
         "request.returned",
         "request.done",
         "A load that hung writes into the blocks of another request.",
@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     Mutation(
         "what_is_finished_is_told_again_and_again",
-        "OpenRequests.poll",
-        "os.eventfd_read(self._signal)",
+        "Callbacks.make",
+        "os.eventfd_read(self.fileno)",
         "pass",
         "An engine that waits for jobs spins on one core.",
         ("tests/stores/test_queue.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),

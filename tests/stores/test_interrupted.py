@@ -226,7 +226,7 @@ def test_a_handler_that_raises_takes_no_callback_away_and_counts_no_block_that_w
             assert queue.drain(600), at.where
             queue.poll()
             assert len(called) == 1 or name == "save" and not called, at.where
-            assert not any(queue._open._queue._waiting.values()), at.where
+            assert not queue.stats().queued_blocks, at.where
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
