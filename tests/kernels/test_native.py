@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,8 @@ class Functions:
         nbytes = 16 + 32 * ctypes.c_int64.from_address(record).value if inside else 24
         self.launches.append((function, blocks, threads, ctypes.string_at(record, nbytes)))
 
-    def addresses(self, names: Any) -> list[int]:
-        return [ctypes.cast(self.functions[name], ctypes.c_void_p).value or 0 for name in names]
-
-    def found(self) -> Any:
-        return native.find_functions(self, CONTEXT)  # type: ignore[arg-type]
+    def found(self, context: int | None = CONTEXT) -> Any:
+        return native.find_functions(SimpleNamespace(**self.functions), context)
 
 
 def target(rows: np.ndarray, event: int = EVENT) -> np.ndarray:
@@ -197,7 +195,7 @@ def test_a_call_that_fails_is_named_with_its_status_and_leaves_the_context(
 @pytest.mark.parametrize("current", [CONTEXT, 0, 0x2000])
 def test_another_context_is_current_again_afterwards(current: int) -> None:
     functions, record = Functions(current), np.arange(4)
-    assert native.launch(functions.found(), COPY, np.array([3, 1, 64]), record, np.empty(1, np.int64), STREAM) == 0
+    assert native.launch(functions.found(), COPY, 3, 64, record, STREAM) == 0
     assert functions.launches == [(COPY, 3, 64, record.tobytes()[:24])] and functions.contexts == [current]
     around = ["cuCtxPushCurrent_v2", "cuLaunchKernel", "cuCtxPopCurrent_v2"]
     assert functions.calls == ["cuCtxGetCurrent", *(around[1:2] if current == CONTEXT else around)]
@@ -207,9 +205,9 @@ def test_a_driver_that_lacks_a_function_is_refused() -> None:
     def missing(name: str) -> Any:
         raise OSError(name)
 
-    for driver, context in ((Driver(missing), CONTEXT), (Functions(), None)):
+    for find in (lambda: native.find_functions(Driver(missing).library, CONTEXT), lambda: Functions().found(None)):
         with pytest.raises(DeviceError, match="cuLaunchKernel"):
-            native.find_functions(driver, context)  # type: ignore[arg-type]
+            find()
 
 
 def test_the_functions_of_a_launch_are_kept_on_disk() -> None:

@@ -210,7 +210,6 @@ class CudaLauncher:
             self.same_addresses = bool(
                 runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, calls.index)
             )
-        self._driver = native.find_functions(calls.driver, calls.context)
         self._argument = np.empty((HEADER_BYTES + ROW_BYTES * SOME_ROWS) // 8, np.int64)
         self._rows = self._argument.ctypes.data + HEADER_BYTES
         self._copiers: dict[bool, Int64s] = {}
@@ -228,9 +227,8 @@ class CudaLauncher:
         """See ``launches.Launcher``. Raises DeviceError, even if the source cannot be compiled."""
         self.load(launch.source, launch.kernel)
         _, handle = self._kernels[launch.source, launch.kernel]
-        grid = np.array([launch.thread_blocks, 1, launch.threads], np.int64)
-        what = handle, grid, launch.record.view(np.int64), np.empty(1, np.int64)
-        native.check(self._calls, native.launch(self._driver, *what, stream))
+        what = handle, launch.thread_blocks, launch.threads, launch.record.view(np.int64), stream
+        native.check(self._calls, native.launch(self._calls.functions, *what))
 
     def copy_blocks(self, cutter: Cutter, copy_ops: Int64s, bulk: bool, host: bool, stream: int) -> bool:
         """Copy blocks whose bytes are whole words by a kernel: by copy units if ``bulk``. ``host``: they cross the
@@ -262,7 +260,7 @@ class CudaLauncher:
             place = buffer.address, room, stream, buffer.event.handle
         to = np.array([*place, self._most[host], 0], np.int64)
         try:
-            native.check(self._calls, call(self._driver, to, self._copiers[bulk], copies, how))
+            native.check(self._calls, call(self._calls.functions, to, self._copiers[bulk], copies, how))
         finally:
             if buffer is not None:
                 self.uploads.retire(buffer, stream, bool(to[native.RECORDED]))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -118,14 +118,13 @@ def _launch(driver: Int64s, function: int, x: int, y: int, threads: int, argumen
 
 
 @jit
-def launch(driver: Int64s, function: int, grid: Int64s, words: Int64s, places: Int64s, stream: int) -> int:
-    """Launch a kernel whose arguments are in ``words``: one record, or numbers of 64 bits. ``places``, one for each
-    argument, gets their addresses. ``grid`` has the thread blocks in two dimensions, and the threads of one."""
-    for i in range(places.shape[0]):
-        places[i] = address_of(words) + 8 * i
+def launch(driver: Int64s, function: int, thread_blocks: int, threads: int, record: Int64s, stream: int) -> int:
+    """Launch a kernel whose one argument is ``record``, by value."""
+    place = frame()
+    array_at(place, (1,), np.int64)[0] = address_of(record)
     failed, pushed = _enter(driver)
     if not failed:
-        failed = _launch(driver, function, grid[0], grid[1], grid[2], address_of(places), stream)
+        failed = _launch(driver, function, thread_blocks, 1, threads, place, stream)
     _leave(driver, pushed)
     return failed
 
@@ -243,18 +242,12 @@ def load() -> None:
             call.compile((numbers, numbers, rows, rows, kind))
 
 
-class Addresses(Protocol):
-    """``runtime.Driver``, as far as it is needed here."""
-
-    def addresses(self, names: Collection[str]) -> list[int] | None: ...
-
-
-def find_functions(driver: Addresses, context: int | None) -> Int64s:
-    """What the functions of this module take as ``driver``. Raises DeviceError if the driver lacks one."""
-    addresses = driver.addresses(FUNCTIONS)
-    if addresses is None or context is None:
+def find_functions(library: object, context: int | None) -> Int64s:
+    """What the functions of this module take as ``driver``, from its library. Raises DeviceError if that lacks one."""
+    functions: list[Any] = [getattr(library, name, None) for name in FUNCTIONS]
+    if None in functions or context is None:
         raise DeviceError(f"CUDA driver: expected one that has {', '.join(FUNCTIONS)}, got one that lacks some")
-    return np.array([*addresses, context], np.int64)
+    return np.array([*(ctypes.cast(f, ctypes.c_void_p).value for f in functions), context], np.int64)
 
 
 def check(calls: Callable[[str], AbstractContextManager[Any]], result: int) -> None:

@@ -134,12 +134,7 @@ class Driver:
         self._pop = _function(driver, "cuCtxPopCurrent_v2", _pointer)
         self._attribute = _function(driver, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
         self._exchange = _function(driver, "cuThreadExchangeStreamCaptureMode", _pointer)
-        self._library = driver
-
-    def addresses(self, names: Collection[str]) -> list[int] | None:
-        """Where these functions are. None if the driver lacks one."""
-        functions: list[Any] = [getattr(self._library, name, None) for name in names]
-        return None if None in functions else [ctypes.cast(function, _pointer).value or 0 for function in functions]
+        self.library = driver
 
     def primary_context(self, index: int) -> tuple[int, int | None]:
         """The context that the runtime uses on a GPU. It is created if it does not exist. It is kept until the process
@@ -318,7 +313,7 @@ class RuntimeCalls:
         status, self.context = driver.primary_context(index)
         with _Call(self, "cuDevicePrimaryCtxRetain", False):
             runtime.check_status(status)
-        self.functions = native.find_functions(driver, self.context)
+        self.functions = native.find_functions(driver.library, self.context)
 
     def __call__(self, what: str, *, unsafe: bool = False) -> AbstractContextManager[Any]:
         """A context manager in which the calling thread can use the runtime, on its device. At the end the thread has
