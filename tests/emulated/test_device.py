@@ -75,9 +75,7 @@ def test_a_machine_whose_pinned_memory_has_other_addresses_takes_plain_copies_an
         device = CudaDevice()
         with KVCacheManager(LAYOUT, device_blocks=3, device=device) as cache:
             sequence, table = cache.add_sequence([1, 2]), on_device(device, np.zeros((1, 2), np.int32))
-            with driver.counting("cuPointerGetAttributes") as grown:
-                cache.tables.copy_batch_block_offsets(table, sequence)
-            assert grown["cuPointerGetAttributes"] > 0
+            cache.tables.copy_batch_block_offsets(table, sequence)
             device.synchronize()
             assert seen(table)[0, 0] == cache.block_table(sequence).dense()[0, 0]
             cache.release(sequence)

@@ -450,10 +450,10 @@ class CudaDevice(Device):
     def _enqueue(self, work: Work, stream: int, event: int = 0) -> bool:
         """Enqueue work of any kind. Returns whether ``event`` was recorded behind it, in the same call."""
         if isinstance(work, StagedRows):
-            launch = self._table_kernels.rows_launch(work, self._launcher.own_address(work.address))
+            launch = self._table_kernels.rows_launch(work)
             return self._kernel("stage_rows").launch(launch, stream, event)
         if isinstance(work, StagedStep):
-            launch = self._table_kernels.step_launch(work, self._launcher.own_address(work.address))
+            launch = self._table_kernels.step_launch(work)
             return self._kernel("step_tables").launch(launch, stream, event)
         if isinstance(work, StagedVectors):
             rows = [(work.address + first, vector.address, nbytes) for vector, first, nbytes in work.pieces]

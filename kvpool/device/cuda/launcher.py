@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,13 +80,13 @@ def _free(calls: RuntimeCalls, *pools: Any) -> None:
 
 
 class UploadBuffer:
-    """Pinned memory of a power of two bytes, by its address for kernels, and the event that is recorded behind its
-    readers. ``near``: the copy in GPU memory that they read instead, if they do."""
+    """Pinned memory of a power of two bytes, its address, and the event that is recorded behind its readers. ``near``:
+    the copy in GPU memory that they read instead, if they do."""
 
     __slots__ = ("address", "event", "memory", "near")
 
-    def __init__(self, memory: Uint8s, address: int, event: CudaEvent) -> None:
-        self.memory, self.address, self.event = memory, address, event
+    def __init__(self, memory: Uint8s, event: CudaEvent) -> None:
+        self.memory, self.address, self.event = memory, memory.ctypes.data, event
         self.near: Any = None
 
 
@@ -95,10 +94,8 @@ class Uploads:
     """Small arrays that kernels read besides the pools. Each is kept until an event shows that its own launch has read
     it. Thread-safe."""
 
-    def __init__(
-        self, calls: RuntimeCalls, events: EventPool, buffers: Buffers, address_of: Callable[[int], int]
-    ) -> None:
-        self._calls, self._events, self._buffers, self._address_of = calls, events, buffers, address_of
+    def __init__(self, calls: RuntimeCalls, events: EventPool, buffers: Buffers) -> None:
+        self._calls, self._events, self._buffers = calls, events, buffers
         self._lock = threading.Lock()
         self._retired: Retired[UploadBuffer] = Retired(events.query)
         self._free: dict[int, list[UploadBuffer]] = {}
@@ -119,8 +116,7 @@ class Uploads:
             buffer = free.pop() if free else None
         if buffer is None:
             try:
-                memory = self._buffers.pinned(size)
-                buffer = UploadBuffer(memory, self._address_of(memory.ctypes.data), self._events.take())
+                buffer = UploadBuffer(self._buffers.pinned(size), self._events.take())
             except BaseException:
                 with self._lock:
                     self._bytes -= size
@@ -201,12 +197,13 @@ class CudaLauncher:
         self._lock = threading.Lock()
         self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         """Kernels of CuPy, and their handles on this GPU."""
-        self.uploads = Uploads(calls, events, buffers, partial(CudaLauncher.own_address, weakref.proxy(self)))
+        self.uploads = Uploads(calls, events, buffers)
         self.uploaded = self.uploads.uploaded
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))
             chips = runtime.deviceGetAttribute(_HOST_NATIVE_ATOMICS, calls.index)
-            # On other machines, kernels and batched copies of the driver need another address for pinned memory.
+            # On other machines, kernels and batched copies of the driver need another address for memory that was
+            # registered. What the runtime has allocated as pinned has one address everywhere.
             self.same_addresses = bool(
                 runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, calls.index)
             )
@@ -321,8 +318,3 @@ class CudaLauncher:
                     )
                 pointers.flat[i] = attributes.devicePointer
         return pointers
-
-    def own_address(self, address: int) -> int:
-        """The address for kernels of pinned memory that belongs to the device itself. On most machines this costs no
-        call."""
-        return address if self.same_addresses else int(self.device_addresses(np.array([address]))[0])

@@ -175,15 +175,14 @@ def _fill_rows(
     launch[9], launch[10] = table, stride // 4
 
 
-def rows_launch(staged: StagedRows, address: int) -> Int64s:
-    """The launch that writes staged rows, as ``native.launch_numbers`` takes it. ``address`` is that of the buffer, for
-    kernels."""
+def rows_launch(staged: StagedRows) -> Int64s:
+    """The launch that writes staged rows, as ``native.launch_numbers`` takes it."""
     table, launch = staged.table, np.empty(11, np.int64)
-    _fill_rows(launch, address, *staged[3:], table.address, table.strides[-2])
+    _fill_rows(launch, *staged[2:], table.address, table.strides[-2])
     return launch
 
 
-def step_launch(staged: StagedStep, address: int) -> Int64s:
+def step_launch(staged: StagedStep) -> Int64s:
     """The launch that writes a staged step, likewise."""
     *addresses, row_stride, columns = staged.targets.places.tolist()
     wanted = sum(1 << k for k, name in enumerate(NAMES) if name in staged.targets.tables)
@@ -191,7 +190,7 @@ def step_launch(staged: StagedStep, address: int) -> Int64s:
     threads = min(THREADS, -(-most // _WARP) * _WARP)
     chunks = -(-most // threads)
     grid = min(_THREAD_BLOCKS, max(_FEWEST, staged.sequences * chunks)), 1, threads
-    read = address, address + int(numbers_bytes(staged.sequences)), staged.sequences
+    read = staged.address, staged.address + int(numbers_bytes(staged.sequences)), staged.sequences
     shape = chunks, staged.tokens_per_block, staged.sinks
     return np.array([*grid, *read, *shape, wanted, *addresses, row_stride // 4, columns], np.int64)
 
