@@ -58,12 +58,16 @@ class Chosen:
 
 @pytest.fixture(params=["fake", pytest.param("cupy", marks=pytest.mark.gpu)], autouse=True)
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cuda_memory, "CHUNK_BYTES", cuda_memory.CHUNK_BYTES)  # given back after the test
     if request.param == "cupy":
         monkeypatch.setattr(Chosen, "cuda", pytest.importorskip("cupy").cuda)
     return Chosen.cuda
 
 
-def PinnedMemory(nbytes: int, registrar: Any, **options: Any) -> cuda_memory.PinnedMemory:
+def PinnedMemory(
+    nbytes: int, registrar: Any, *, chunk_bytes: int = 1 << 30, **options: Any
+) -> cuda_memory.PinnedMemory:
+    cuda_memory.CHUNK_BYTES = chunk_bytes
     return cuda_memory.PinnedMemory(nbytes, registrar, Chosen.cuda, **options)
 
 
@@ -254,7 +258,8 @@ def owned(pages: int, shift: int = 0) -> np.ndarray:
 
 
 def adopt(array: np.ndarray, registrar: FakeRegistrar, chunk: int = 2) -> AdoptedMemory:
-    return AdoptedMemory(array, registrar, "host_memory", chunk_bytes=chunk * PAGE)
+    cuda_memory.CHUNK_BYTES = chunk * PAGE
+    return AdoptedMemory(array, registrar, "host_memory")
 
 
 @pytest.mark.parametrize("shift", [0, 64])

@@ -29,7 +29,7 @@ from kvpool.device.work import StepTargets, Table, make_table
 from kvpool.errors import DeviceError
 
 CHUNK_BYTES = 1 << 30
-"""How many bytes are registered at once. Some drivers refuse more, and progress could not be shown."""
+"""How many bytes are registered at once: whole pages. Some drivers refuse more, and progress could not be shown."""
 _TOUCHED_BYTES = 64 << 20
 _QUIET_SECONDS = 2
 Host = TypeVar("Host", bound="PinnedRange")
@@ -65,59 +65,40 @@ def _let_go(hold: Hold, idle: Callable[[], None]) -> None:
             hold.release()
 
 
-class _Pinning:
-    """Touches the pages of ``span``, whole pages with bytes of ``array``, on several threads, and registers each chunk
-    as soon as it is touched. The threads run on ``processors``, if this process may use any of them. A context
-    manager."""
-
-    def __init__(
-        self,
-        array: Uint8s,
-        span: Span,
-        registration: Registration,
-        chunk_bytes: int,
-        touch: Callable[[Uint8s, int], object],
-        processors: Collection[int] | None,
-    ) -> None:
-        (self._next, self.end), self.nbytes = span, span[1] - span[0]
-        self._registration, self._chunk_bytes, self._begin = registration, chunk_bytes, span[0]
-        own = os.sched_getaffinity(0)
-        near = own & set(processors or ())
-        # This sets the affinity of the calling thread, not of the process.
-        stay = partial(os.sched_setaffinity, 0, near) if near else None
-        count = max(1, min(len(near or own), -(-self.nbytes // _TOUCHED_BYTES)))
-        self._workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
-        first = max(0, span[0] - array.ctypes.data)
-        starts = range(first, first + self.nbytes, _TOUCHED_BYTES)
-        self._touched = [self._workers.submit(touch, array, start) for start in starts]
-        self._bar = shown_progress(self.nbytes, "B", desc="pinning host memory", unit_scale=True, delay=_QUIET_SECONDS)
-
-    def __enter__(self) -> _Pinning:
-        self._show = self._bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._workers.shutdown(cancel_futures=True)
-        self._bar.__exit__(*error)
-
-    def up_to(self, end: int) -> None:
-        """Register the chunks that end at ``end`` or before. Raises MemoryError if the driver refuses one."""
-        while self._next < end:
-            size = min(self._chunk_bytes, self.end - self._next)
-            if self._next + size > end:
-                return
-            begin = self._next - self._begin
-            for touched in self._touched[begin // _TOUCHED_BYTES : -(-(begin + size) // _TOUCHED_BYTES)]:
-                touched.result()
-            try:
-                self._registration.register(self._next, size)
-            except Exception as error:
-                raise MemoryError(
-                    f"the driver pinned {begin} of {self.nbytes} bytes and refused the next {size}: {error} "
-                    f"({limits()})"
-                ) from error
-            self._next += size
-            self._show(size)
+def _pin(
+    array: Uint8s,
+    span: Span,
+    registration: Registration,
+    touch: Callable[[Uint8s, int], object],
+    processors: Collection[int] | None,
+) -> None:
+    """Touch the pages of ``span``, whole pages with bytes of ``array``, on several threads, and register each chunk as
+    soon as it is touched. The threads run on ``processors``, if this process may use any of them. Raises MemoryError if
+    the driver refuses a chunk."""
+    nbytes = span[1] - span[0]
+    own = os.sched_getaffinity(0)
+    near = own & set(processors or ())
+    # This sets the affinity of the calling thread, not of the process.
+    stay = partial(os.sched_setaffinity, 0, near) if near else None
+    count = max(1, min(len(near or own), -(-nbytes // _TOUCHED_BYTES)))
+    first = max(0, span[0] - array.ctypes.data)
+    workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
+    try:
+        touched = [workers.submit(touch, array, first + begin) for begin in range(0, nbytes, _TOUCHED_BYTES)]
+        with shown_progress(nbytes, "B", desc="pinning host memory", unit_scale=True, delay=_QUIET_SECONDS) as show:
+            for begin in range(0, nbytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, nbytes - begin)
+                for pages in touched[begin // _TOUCHED_BYTES : -(-(begin + size) // _TOUCHED_BYTES)]:
+                    pages.result()
+                try:
+                    registration.register(span[0] + begin, size)
+                except Exception as error:
+                    raise MemoryError(
+                        f"the driver pinned {begin} of {nbytes} bytes and refused the next {size}: {error} ({limits()})"
+                    ) from error
+                show(size)
+    finally:
+        workers.shutdown(cancel_futures=True)
 
 
 class _RangeBlock:
@@ -128,18 +109,17 @@ class _RangeBlock:
 
 
 class _RangeAllocator:
-    """The allocator of one CuPy pool: it hands out one range from its beginning to its end, and pins on the way.
-    ``cuda`` is ``cupy.cuda``."""
+    """The allocator of one CuPy pool: it hands out a registered range from its beginning to its end. ``cuda`` is
+    ``cupy.cuda``."""
 
-    def __init__(self, cuda: Any, begin: int, registration: Registration, pinning: _Pinning) -> None:
-        self._cuda, self._next, self._registration, self._pinning = cuda, begin, registration, pinning
+    def __init__(self, cuda: Any, span: Span, registration: Registration) -> None:
+        self._cuda, (self._next, self._end), self._registration = cuda, span, registration
 
     def __call__(self, nbytes: int) -> Any:
-        begin, end = self._next, self._next + nbytes
-        if end > self._pinning.end:
-            raise MemoryError(f"CuPy's pool asks for {nbytes} bytes, and {self._pinning.end - begin} are reserved")
-        self._pinning.up_to(end)
-        self._next = end
+        begin = self._next
+        if begin + nbytes > self._end:
+            raise MemoryError(f"CuPy's pool asks for {nbytes} bytes, and {self._end - begin} are reserved")
+        self._next += nbytes
         return self._cuda.PinnedMemoryPointer(_RangeBlock(begin, nbytes, self._registration), 0)
 
 
@@ -151,10 +131,9 @@ class PinnedMemory(PinnedRange):
     which it does not round up, so ``blocks`` follow each other without gaps: 22 GiB are 16, 4 and 2 GiB. The last block
     is the lowest power of two in the number of bytes, one page at least.
 
-    The range is registered in chunks of ``chunk_bytes``, whole pages (default: ``CHUNK_BYTES``), whatever the blocks. A
-    chunk is registered once its pages belong to blocks. ``take`` returns zeroed memory at the start of a page; without
-    it the memory is private memory of the system. The threads that touch the pages run on ``processors``, if this
-    process may use any of them.
+    The range is registered first, in chunks of ``CHUNK_BYTES``, whatever the blocks. ``take`` returns
+    zeroed memory at the start of a page; by default, private memory of the system. The threads that touch the pages run
+    on ``processors``, if this process may use any of them.
 
     Raises MemoryError if the machine has no room or the driver refuses; nothing stays pinned then.
     """
@@ -165,27 +144,24 @@ class PinnedMemory(PinnedRange):
         registrar: Registrar,
         cuda: Any,
         *,
-        chunk_bytes: int | None = None,
         processors: Collection[int] | None = None,
         take: Callable[[int], Uint8s] | None = None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
-        chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         # If a process touches more memory than there is, the system ends it instead of raising an error.
         room = available_ram()
         if room is not None and nbytes > room:
             raise MemoryError(f"{nbytes} bytes of pinned memory are asked for, {room} can be taken ({limits()})")
         super().__init__((take or _map)(nbytes), idle)
         begin = self.array.ctypes.data
-        self.rows = np.array([[begin, begin + nbytes, chunk_bytes]], np.int64)
+        self.rows = np.array([[begin, begin + nbytes, CHUNK_BYTES]], np.int64)
         span, registration = whole_pages(begin, begin + nbytes), self._hold.new(registrar)
         self.blocks: list[Any] = []
         self.pool: Any = None
         try:
-            with _Pinning(self.array, span, registration, chunk_bytes, _touch, processors) as pinning:
-                self.pool = cuda.PinnedMemoryPool(_RangeAllocator(cuda, begin, registration, pinning))
-                for size in descending_powers(span[1] - span[0]):
-                    self.blocks.append(self.pool.malloc(size))
+            _pin(self.array, span, registration, _touch, processors)
+            self.pool = cuda.PinnedMemoryPool(_RangeAllocator(cuda, span, registration))
+            self.blocks += map(self.pool.malloc, descending_powers(span[1] - span[0]))
         except BaseException:
             self.free()
             raise
@@ -213,7 +189,7 @@ class AdoptedMemory(PinnedRange):
 
     What CUDA reports as pinned is used as it is: the owner keeps it pinned until ``free``, and registrations of this
     process stay until the last memory that uses them is freed. What is not pinned is registered in chunks of
-    ``chunk_bytes``, in whole pages, until ``free``.
+    ``CHUNK_BYTES``, in whole pages, until ``free``.
 
     ``name`` is that of the argument. Raises ValueError, MemoryError; nothing stays registered then.
     """
@@ -224,7 +200,6 @@ class AdoptedMemory(PinnedRange):
         registrar: Registrar,
         name: str,
         *,
-        chunk_bytes: int | None = None,
         processors: Collection[int] | None = None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -234,8 +209,10 @@ class AdoptedMemory(PinnedRange):
             first, last = pinned_ends(registrar, begin, end, self._hold)
             gap = first[-1][1] if first else begin, last[0][0] if last else end
             if gap[0] < gap[1]:
-                chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-                first += self._register(gap, registrar, chunk_bytes, processors)
+                registration = self._hold.new(registrar)
+                _pin(array, whole_pages(*gap), registration, _read, processors)
+                chunks = registration.chunks.items()
+                first += [(max(start, gap[0]), min(start + nbytes, gap[1])) for start, nbytes in chunks]
             self.rows = chunk_rows([*first, *last])
         except BaseException as error:
             self.free()
@@ -245,13 +222,6 @@ class AdoptedMemory(PinnedRange):
                     f"{end - begin} bytes at {begin:#x} with registered pages in between"
                 ) from error
             raise
-
-    def _register(self, gap: Span, registrar: Registrar, chunk_bytes: int, near: Collection[int] | None) -> list[Span]:
-        span, registration = whole_pages(*gap), self._hold.new(registrar)
-        with _Pinning(self.array, span, registration, chunk_bytes, _read, near) as pinning:
-            pinning.up_to(span[1])
-        chunks = registration.chunks.items()
-        return [(max(start, gap[0]), min(start + nbytes, gap[1])) for start, nbytes in chunks]
 
 
 def _map(nbytes: int) -> Uint8s:
