@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
@@ -18,13 +19,14 @@ from kvpool.errors import ForkedProcess
 Own = TypeVar("Own", bound="Closing")
 
 
-class Closing:
+class Closing(ABC):
     """A context manager. Leaving it calls ``close``, also after an error."""
 
     __slots__ = ()
 
+    @abstractmethod
     def close(self) -> object:
-        raise NotImplementedError
+        """End it."""
 
     def __enter__(self: Own) -> Own:
         return self

@@ -17,6 +17,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from kvpool import HostCache, HostTier, KVCacheManager, MemoryOptions
 from kvpool.common import jit
+from kvpool.common.process import Closing
 from kvpool.device.memory.main_memory import SharedMemory
 from kvpool.errors import ForkedProcess
 from kvpool.storage import MemoryStore, StoreWorker
@@ -31,6 +32,11 @@ from tests.stores import pool_lab
 from tests.stores.lab import Gate, Wrong, memory, names
 
 T = 4
+
+
+def test_what_is_closed_at_the_end_of_a_block_has_to_say_how() -> None:
+    with pytest.raises(TypeError, match="close"):
+        type("Unending", (Closing,), {})()
 
 
 @contextmanager
