@@ -215,6 +215,11 @@ class HostCacheAdapter:
                 if waiting[last].keys[0] in prompt_keys:
                     waiting[last].prompt = prompt
 
+    def recover(self) -> None:
+        """A signal handler has raised in a call. It may have taken keys from a queue, whose saves never end."""
+        for waiting in self._runs:
+            waiting.clear()
+
     @property
     def pinned(self) -> int:
         """Blocks that stores read now."""

@@ -571,8 +571,8 @@ class HostStorageManager(Closing):
         return self.pending or self._storage.in_flight
 
     def _settle(self) -> None:
-        """Note what the stores have done since the last step, before the first answer of this one. Later in the step
-        nothing may be evicted that was found."""
+        """Note what the stores have done since the last step, before the first answer of this one: what has come is
+        HERE in this step. Nothing is evicted by that. Blocks for loads are reserved by ``poll`` alone."""
         self._step_begins = False
         if not (self._storage.has_results or self._recovery.needed):
             return
@@ -582,6 +582,7 @@ class HostStorageManager(Closing):
     def _recover(self) -> None:
         """Give up what is under way: a signal handler has raised in a call."""
         self._loads.cancel()
+        self._adapter.recover()
         self._storage.recover()
 
     def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:

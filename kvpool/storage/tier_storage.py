@@ -146,6 +146,8 @@ class TierStorage(Generic[Block]):
         self.saved_blocks = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         """saves that were given up, by store and reason"""
+        # Saves that have begun and whose end is not noted, with what notes it.
+        self._saves: dict[StoreRequest, Callable[[StoreRequest], None]] = {}
         self._trouble: OrderedDict[tuple[int, int], str] = OrderedDict()
         self._loadings: set[Loading[Block]] = set()
         # Blocks that get rows, and their store.
@@ -268,7 +270,7 @@ class TierStorage(Generic[Block]):
         names, done = self._tier.names(pinned, with_contexts=True), partial(self._saved, number, pinned)
         end = self._clock() + self._save_seconds
         try:
-            worker.save(names, rows, done, tag=tag, limit=limit, deadline=end)
+            self._saves[worker.save(names, rows, done, tag=tag, limit=limit, deadline=end)] = done
         except StoreBusy:
             if not callable(rows):
                 worker.give_back(rows)
@@ -276,8 +278,11 @@ class TierStorage(Generic[Block]):
         return count
 
     def _saved(self, number: int, chosen: Mapping[Block, Any], request: StoreRequest) -> None:
-        """A save is done."""
+        """A save is done. ``recover`` calls this again if an exception of a signal handler leaves it, or came before
+        it."""
+        self._tier.ended(number, chosen, (request.codes == OK).tolist())
         self._note(number, chosen, request)
+        self._saves.pop(request, None)
         for code, count in request.counts.items():
             if code == "ok":
                 self.saved_blocks += count
@@ -285,7 +290,6 @@ class TierStorage(Generic[Block]):
             limited = code == "refused" and request.limit != NO_LIMIT
             reason = "quota" if limited else "evicted" if code == "absent" else code
             self.dropped[self.workers[number].name, reason] += count
-        self._tier.ended(number, chosen, (request.codes == OK).tolist())
 
     def not_saved(self, lost: int) -> Counter[tuple[str, str]]:
         """``dropped``, with so many blocks that the tier has lost before any store could take them."""
@@ -509,12 +513,15 @@ class TierStorage(Generic[Block]):
         self._loadings.discard(loading)
 
     def recover(self) -> None:
-        """After a call in which a signal handler has raised: nobody waits for a block any more, and loads are given
-        up."""
+        """After a call in which a signal handler has raised: nobody waits for a block any more, loads are given up, and
+        saves that have ended are noted."""
         self.forget_requests()
         number, blocks = self._reserving
         self._tier.abort(self.workers[number], [block for block in blocks if block not in self.coming], NO_ROWS)
         self._reserving = 0, ()
+        for save, note in list(self._saves.items()):
+            if save.done and not save.on_done:
+                note(save)
         begun = {request.owner: request for worker in self.workers for request in worker.requests}
         for loading in list(self._loadings):
             loading.over = True

@@ -165,6 +165,22 @@ def test_a_second_exception_while_a_call_gives_up_what_the_first_has_left_change
         scene.close()
 
 
+@pytest.mark.parametrize("before", [save, keep])
+@STRIDES
+def test_a_handler_that_raises_leaves_no_save_that_is_not_noted(before: Callable[[Scene], None], stride: int) -> None:
+    for at in places(stride):
+        scene = Scene()
+        scene.manager.changes()
+        before(scene)
+        at.run(scene.manager.poll)
+        assert scene.manager.drain(60)
+        changes = scene.manager.changes()
+        stored = {key for change in changes if change.stored for key in change.keys}
+        assert before is save or stored == {*NEW}, at.where
+        assert not any(scene.manager._adapter._runs), at.where
+        scene.close()
+
+
 def test_a_handler_that_raises_in_pin_leaves_no_lease_that_the_cache_does_not_list() -> None:
     scene = Scene()
     come(scene)
