@@ -3,7 +3,9 @@ reused."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,33 +37,34 @@ def small_layout(tokens_per_block: int, **options: Any) -> BlockLayout:
     return BlockLayout(tokens_per_block=tokens_per_block, **(shape | options))
 
 
+class Digests:
+    """A name for each token of a sequence: a digest of its namespace and all tokens from position 0 to it."""
+
+    def of(self, namespace: object, items: Iterable[Item]) -> list[bytes]:
+        digest = hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
+        digests = []
+        for item in items:
+            digest = hashlib.blake2b(repr(item).encode(), key=digest, digest_size=16).digest()
+            digests.append(digest)
+        return digests
+
+
+@functools.cache
+def token_bytes(layout: BlockLayout, name: bytes) -> Bytes:
+    """What the token of this name is in a layout: uint8[layers, planes, kv_heads, head bytes]."""
+    shape = (layout.layers, layout.planes, layout.kv_heads, layout.head_dim * layout.itemsize)
+    data = hashlib.shake_128(name).digest(math.prod(shape))
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
 class TokenBytes:
-    """The bytes of a token: a function of its namespace and all tokens from position 0 to it, per layer and plane."""
+    """The bytes of tokens in one layout, which ``Digests`` names."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
-        self._known: dict[bytes, Bytes] = {}
 
     def of(self, namespace: object, items: Iterable[Item]) -> list[Bytes]:
-        """One uint8[layers, planes, kv_heads, head bytes] per token."""
-        digest = hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
-        contents = []
-        for item in items:
-            digest = hashlib.blake2b(repr(item).encode(), key=digest, digest_size=16).digest()
-            if digest not in self._known:
-                self._known[digest] = self._expand(digest)
-            contents.append(self._known[digest])
-        return contents
-
-    def _expand(self, digest: bytes) -> Bytes:
-        layout = self.layout
-        size = layout.kv_heads * layout.head_dim * layout.itemsize
-        token = np.empty((layout.layers, layout.planes, size), np.uint8)
-        for layer in range(layout.layers):
-            for plane in range(layout.planes):
-                data = hashlib.shake_128(digest + bytes((layer, plane))).digest(size)
-                token[layer, plane] = np.frombuffer(data, np.uint8)
-        return token.reshape(layout.layers, layout.planes, layout.kv_heads, -1)
+        return [token_bytes(self.layout, name) for name in Digests().of(namespace, items)]
 
 
 @dataclass
@@ -76,6 +79,19 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.items)
+
+
+def block_of(cache: KVCacheManager, block_id: int, group: int = 0, part: int = 0) -> Bytes:
+    """Writable bytes of a block of either tier by its id in the group, uint8[layers, planes, T, kv_heads, head
+    bytes]."""
+    layers = cache.groups[group]
+    layout, memory = layers.layouts[part], cache.memory
+    if block_id >= layers.device_blocks:
+        view = memory.host_pools[group][part][block_id - layers.device_blocks]
+    else:
+        pool = memory.device_pools[group][part]
+        view = pool[:, :, block_id] if layout.order == "layer_first" else pool[block_id]
+    return (view.swapaxes(2, 3) if layout.tokens == "HND" else view).view(np.uint8)
 
 
 class Engine:
@@ -117,18 +133,8 @@ class Engine:
 
     # -- bytes ---------------------------------------------------------------------------------
 
-    def block(self, block_id: int) -> Bytes:
-        """Writable bytes of a block of either tier, uint8[layers, planes, T, kv_heads, head bytes]."""
-        cache, layout = self.cache, self.cache.layout
-        if block_id >= cache.device_blocks:
-            view = cache.memory.host_pool[block_id - cache.device_blocks]
-        elif layout.order == "layer_first":
-            view = cache.memory.device_pool[:, :, block_id]
-        else:
-            view = cache.memory.device_pool[block_id]
-        if layout.tokens == "HND":
-            view = view.swapaxes(2, 3)
-        return view.view(np.uint8)
+    def block(self, block_id: int, group: int = 0, part: int = 0) -> Bytes:
+        return block_of(self.cache, block_id, group, part)
 
     def write(self, sequence: Request, start: int) -> None:
         """Write the bytes of all tokens from `start` on."""
@@ -220,8 +226,10 @@ class Engine:
         return self.rewound(sequence, count)
 
     def rewound(self, sequence: Request, count: int) -> Request:
-        del sequence.items[len(sequence) - count :]
-        del sequence.bytes[len(sequence) :]
+        if count:
+            del sequence.items[len(sequence) - count :]
+            del sequence.bytes[len(sequence) :]
+            self._write_states(sequence, len(sequence) - 1)
         return self._done(sequence)
 
     def fork(self, sequence: Request, n: int = 1, **options: Any) -> list[Request]:
@@ -268,7 +276,12 @@ class Engine:
         start = len(sequence) - drafts
         sequence.items = [*sequence.items[:start], *(sequence.items[start + i] for i in accepted)]
         sequence.bytes = self.expected.of(sequence.namespace, sequence.items)
+        if drafts:
+            self._write_states(sequence, start if accepted else start - 1)
         return self._done(sequence)
+
+    def _write_states(self, sequence: Request, start: int) -> None:
+        """Compute the running state again where tokens are gone: in groups only."""
 
     def release(self, *sequences: Request, store: bool = True, **said: Any) -> None:
         for sequence in sequences:
@@ -330,7 +343,7 @@ Make = Callable[..., Engine]
 class EventReplay:
     """The set of cached keys per tier, rebuilt from events alone."""
 
-    cached: dict[str, set[bytes]] = field(default_factory=lambda: {"device": set(), "host": set()})
+    cached: dict[Any, set[bytes]] = field(default_factory=lambda: {"device": set(), "host": set()})
     last: int | None = None
 
     def feed(self, events: Iterable[Any]) -> None:
@@ -343,8 +356,11 @@ class EventReplay:
             elif event.kind in ("stored", "removed"):
                 self._change(event)
 
+    def place(self, event: Any) -> Any:
+        return event.tier
+
     def _change(self, event: Any) -> None:
-        known = self.cached[event.tier]
+        known = self.cached[self.place(event)]
         keys = {key.tobytes() for key in np.asarray(event.keys)}
         if event.kind == "stored":
             assert not keys & known, "stored twice"

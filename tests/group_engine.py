@@ -3,29 +3,16 @@ in any."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import kvpool
-from engine import Bytes, Clock, Engine, Item, Request, small_layout
+from engine import Bytes, Clock, Digests, Engine, Item, Request, small_layout, token_bytes
 from kvpool import BlockLayout
 from tests import debug
-
-
-class Digests:
-    """A name for each token of a sequence: a digest of its namespace and all tokens from position 0 to it."""
-
-    def of(self, namespace: object, items: Iterable[Item]) -> list[bytes]:
-        digest = hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
-        digests = []
-        for item in items:
-            digest = hashlib.blake2b(repr(item).encode(), key=digest, digest_size=16).digest()
-            digests.append(digest)
-        return digests
 
 
 @dataclass
@@ -34,22 +21,14 @@ class Side:
 
     index: int
     layouts: Sequence[BlockLayout]
-    device_blocks: int
     width: int
     kind: str = "attention"
     window: int | None = None
     sinks: int = 0
-    known: dict[tuple[bytes, int], Bytes] = field(default_factory=dict)
 
     def bytes_of(self, digest: bytes, part: int) -> Bytes:
-        """What a token, or the state after it, is: uint8[layers, planes, kv_heads, head bytes], unlike that of any
-        other group."""
-        if (digest, part) not in self.known:
-            layout = self.layouts[part]
-            shape = (layout.layers, layout.planes, layout.kv_heads, layout.head_dim * layout.itemsize)
-            data = hashlib.shake_128(digest + bytes((self.index, part))).digest(int(np.prod(shape)))
-            self.known[digest, part] = np.frombuffer(data, np.uint8).reshape(shape)
-        return self.known[digest, part]
+        """What a token, or the state after it, is: unlike that of any other group."""
+        return token_bytes(self.layouts[part], digest + bytes((self.index, part)))
 
     def places(self, row: Sequence[int], count: int) -> list[tuple[int, int, int]]:
         """(token, block, slot) of what ``count`` tokens have in a row: each of them, or of states those after the last
@@ -101,20 +80,6 @@ class GroupsEngine(Engine):
     def reserved(self, reservation: Any, group: int) -> list[int]:
         """The row of an open reservation."""
         return [int(b) for b in reservation.blocks_of(group)]
-
-    def block(self, block_id: int, group: int = 0, part: int = 0) -> Bytes:
-        """Writable bytes of a block of either tier by its id in the group, uint8[layers, planes, T, kv_heads, head
-        bytes]."""
-        side = self.sides[group]
-        layout = side.layouts[part]
-        if block_id >= side.device_blocks:
-            view = self.cache.memory.host_pools[group][part][block_id - side.device_blocks]
-        else:
-            pool = self.cache.memory.device_pools[group][part]
-            view = pool[:, :, block_id] if layout.order == "layer_first" else pool[block_id]
-        if layout.tokens == "HND":
-            view = view.swapaxes(2, 3)
-        return view.view(np.uint8)
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -198,23 +163,6 @@ class GroupsEngine(Engine):
         self.encoded.update((sequence.id, before[place]) for sequence, place in zip(sequences, parents, strict=True))
         super().reordered(sequences, parents)
 
-    def rewound(self, sequence: Request, count: int) -> Request:
-        """The running state is computed again where tokens are gone; the pool has given the sequence a block of its own
-        for that."""
-        if count:
-            del sequence.items[len(sequence) - count :]
-            del sequence.bytes[len(sequence) :]
-            self._write_states(sequence, len(sequence) - 1)
-        return self._done(sequence)
-
-    def kept(self, sequence: Request, drafts: int, accepted: Sequence[int]) -> Request:
-        start = len(sequence) - drafts
-        sequence.items = [*sequence.items[:start], *(sequence.items[start + i] for i in accepted)]
-        sequence.bytes = self.expected.of(sequence.namespace, sequence.items)  # type: ignore[assignment]
-        if drafts:
-            self._write_states(sequence, start if accepted else start - 1)
-        return self._done(sequence)
-
     def chained(self, sequence: Request, drafts: int) -> None:
         """Compute the last tokens of a sequence again, each after the one before."""
         sequence.bytes = self.expected.of(sequence.namespace, sequence.items)  # type: ignore[assignment]
@@ -222,6 +170,7 @@ class GroupsEngine(Engine):
         self._done(sequence)
 
     def _write_states(self, sequence: Request, start: int) -> None:
+        """The pool has given the sequence a block of its own for that."""
         for side in self.sides:
             if side.kind == "recurrent":
                 self.fill(side, self.table(sequence, side.index), self.digests(side, sequence), max(start, 0))
@@ -242,9 +191,7 @@ def open_groups(groups: Sequence[dict[str, Any]], *, tokens_per_block: int = 4, 
         layouts = [
             small_layout(1 if kind == "recurrent" else tokens_per_block, **part) for part in group.get("parts", ({},))
         ]
-        sides.append(
-            Side(g, layouts, group["device_blocks"], tokens_per_block, kind, group.get("window"), group.get("sinks", 0))
-        )
+        sides.append(Side(g, layouts, tokens_per_block, kind, group.get("window"), group.get("sinks", 0)))
     options = {"device": "cpu", "clock": Clock()} | options
     capacities = {name: [group.get(name, 0) for group in groups] for name in ("device_blocks", "host_blocks")}
     if len(sides) == 1 and len(sides[0].layouts) == 1 and sides[0].kind == "attention":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-import numpy as np
-
+from engine import EventReplay
 from kvpool import BlockLayout, KVCacheManager, LayerGroup
 from kvpool.pool import Event
 from tests import debug
@@ -91,23 +90,11 @@ def cached(cache: KVCacheManager) -> Known:
     }
 
 
-class Replay:
+class Replay(EventReplay):
     """Keys by group and tier, rebuilt from events alone."""
 
     def __init__(self, groups: int) -> None:
-        self.cached: Known = {(g, tier): set() for g in range(groups) for tier in TIERS}
-        self.last: int | None = None
+        super().__init__({(g, tier): set() for g in range(groups) for tier in TIERS})
 
-    def feed(self, events: Iterable[Event]) -> None:
-        for event in events:
-            assert self.last is None or event.number == self.last, "a gap"
-            self.last = event.next
-            if event.kind == "cleared":
-                assert event.group == 0
-                for keys in self.cached.values():
-                    keys.clear()
-            elif event.kind in ("stored", "removed"):
-                assert event.tier is not None
-                known, keys = self.cached[event.group, event.tier], {key.tobytes() for key in np.asarray(event.keys)}
-                assert not keys & known if event.kind == "stored" else keys <= known
-                known ^= keys
+    def place(self, event: Event) -> tuple[int, str | None]:
+        return event.group, event.tier

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Bytes, TokenBytes
+from engine import Bytes, TokenBytes, block_of
 from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import SimDevice
@@ -55,15 +55,7 @@ class GroupEngine:
     # -- bytes -----------------------------------------------------------------------------------
 
     def block(self, g: int, part: int, b: int) -> Bytes:
-        """Writable bytes of a block by its id in the group, uint8[layers, planes, tokens, kv_heads, head bytes]."""
-        group, cache = self.cache.groups[g], self.cache
-        layout = group.layouts[part]
-        if b >= group.device_blocks:
-            view = cache.memory.host_pools[g][part][b - group.device_blocks]
-        else:
-            pool = cache.memory.device_pools[g][part]
-            view = pool[:, :, b] if layout.order == "layer_first" else pool[b]
-        return (view.swapaxes(2, 3) if layout.tokens == "HND" else view).view(np.uint8)
+        return block_of(self.cache, b, g, part)
 
     def bytes_of(self, g: int, part: int, tokens: Sequence[int]) -> list[Bytes]:
         return self.expected[g][part].of((g, part), [(token, 0) for token in tokens])
@@ -91,23 +83,27 @@ class GroupEngine:
         slots[:start] = -1
         return slots
 
+    def places(self, g: int, slots: np.ndarray, tokens: Sequence[int]) -> Iterator[tuple[str, Bytes, Bytes]]:
+        """The part and slot of each token that has one, the memory there, and the bytes that it should have."""
+        for part in range(len(self.cache.groups[g].layouts)):
+            for slot, expected in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
+                if slot >= 0:
+                    yield f"part {part}, slot {slot}", self.block(g, part, slot // T)[:, :, slot % T], expected
+
     def put(self, g: int, slots: np.ndarray, tokens: Sequence[int], stream: Any = None) -> None:
         """Write tokens where they go."""
 
         def kernel() -> None:
-            for part in range(len(self.cache.groups[g].layouts)):
-                for slot, token_bytes in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
-                    if slot >= 0:
-                        self.block(g, part, slot // T)[:, :, slot % T] = token_bytes
+            for _, memory, expected in self.places(g, slots, tokens):
+                memory[...] = expected
 
         self.run(stream or self.a, kernel, writes=self.rows(g, slots))
 
     def compare(self, g: int, slots: np.ndarray, tokens: Sequence[int], stream: Any = None) -> None:
         def kernel() -> None:
-            for part in range(len(self.cache.groups[g].layouts)):
-                for slot, token_bytes in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
-                    if slot >= 0 and not np.array_equal(self.block(g, part, slot // T)[:, :, slot % T], token_bytes):
-                        self.wrong.append(f"group {g}, part {part}, slot {slot} does not hold its token of {tokens}")
+            for place, memory, expected in self.places(g, slots, tokens):
+                if not np.array_equal(memory, expected):
+                    self.wrong.append(f"group {g}, {place} does not hold its token of {tokens}")
 
         self.run(stream or self.a, kernel, reads=self.rows(g, slots))
 
