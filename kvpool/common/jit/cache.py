@@ -217,7 +217,10 @@ def claimed(name: str) -> Iterator[None]:
     place, begin = int(digest(name.encode())[:15], 16), time.monotonic()
     with suppress(OSError):
         while not _locks(place) and _patience:
-            if time.monotonic() - begin > _patience:
+            waited = time.monotonic() - begin
+            if waited > announcer.PATIENCE and not announcer.reported:
+                announcer.report("waiting for another process, which compiles the same functions")
+            if waited > _patience:
                 _log.warning("no other process is waited for any more: one compiles %s for %.0f s", name, _patience)
                 _patience = 0
             time.sleep(0.005)
@@ -255,7 +258,7 @@ _LOOPS = 5
 
 class _Announcer:
     """Reports once that functions are being compiled, and about how long that takes: for a command at once, else after
-    ``PATIENCE`` seconds of compiling. A terminal also gets a progress bar. It has no lock, since functions are compiled
+    ``PATIENCE`` seconds of compiling, or of waiting for another process that compiles one of them. A terminal also gets a progress bar. It has no lock, since functions are compiled
     under a lock."""
 
     PATIENCE = 2.0
@@ -268,7 +271,7 @@ class _Announcer:
     """How many functions are compiled in all, this far and from here on; 0 before it was asked."""
     _update: Callable[[int], Any] | None = None
     """Moves the bar. Only while something is being compiled."""
-    _reported = False
+    reported = False
     _spent = 0.0
     """Seconds of all earlier compilations."""
     _begin = 0.0
@@ -293,7 +296,11 @@ class _Announcer:
         outer = self._update
         try:
             with nullcontext(outer) if outer else self._begun(stems) as self._update:
-                self._report()
+                spent = self._spent + time.monotonic() - self._begin
+                if not self.reported and (self.speaks or spent > self.PATIENCE):
+                    root = cache_root()
+                    kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
+                    self.report(f"compiling, about {_seconds(self._total)} s, {kept}")
                 yield
                 self.compiled += 1
                 self._update(1)
@@ -309,15 +316,9 @@ class _Announcer:
         self._total = max(self._total or self.compiled + missing // self._helpers(), self.compiled + 1)
         return shown_progress(self._total, " functions", initial=self.compiled)
 
-    def _report(self) -> None:
-        """Report it if it is time: on standard error for a command, and where no log is configured."""
-        spent = self._spent + time.monotonic() - self._begin
-        if self._reported or not (self.speaks or spent > self.PATIENCE):
-            return
-        self._reported = True
-        root = cache_root()
-        kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
-        line = f"{PACKAGE}: compiling, about {_seconds(self._total)} s, {kept}"
+    def report(self, what: str) -> None:
+        """Report why the caller waits: on standard error for a command, and where no log is configured."""
+        self.reported, line = True, f"{PACKAGE}: {what}"
         log = logging.getLogger("kvpool.common.jit.announcer")
         with suppress(OSError, ValueError):  # nobody listens: standard error is closed, or a pipe that has ended
             if log.hasHandlers() and not self.speaks:
