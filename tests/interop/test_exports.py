@@ -130,7 +130,7 @@ def test_a_copy_is_made_where_it_is_asked_for_and_nowhere_else() -> None:
         capsule = export.__dlpack__(max_version=(1, 0), copy=True)
         tensor, head = described(capsule)
         assert tensor.data != cache.memory.host_pool.ctypes.data and head is not None and head.flags == dlpack.COPIED
-        copied = np.asarray(export, copy=True) if dlpack._NUMPY_KNOWS_VERSIONS else np.array(export)
+        copied = np.asarray(export, copy=True)
         copied[...] = 1
         assert not cache.memory.host_pool.any() and np.asarray(export, np.float32).dtype == np.float32
         assert not np.shares_memory(copied, cache.memory.host_pool)

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 """Types of devices."""
 READ_ONLY, COPIED = 1, 2
@@ -32,8 +30,6 @@ TYPE_CODES: Mapping[str, int] = MappingProxyType(
 )
 """Codes of the element types that NumPy has no name for."""
 _CODES_OF_1_1 = 7  # and later versions
-
-_NUMPY_KNOWS_VERSIONS = tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 1)
 
 
 class Tensor(ctypes.Structure):
@@ -120,7 +116,7 @@ def make_capsule(
         device = (CPU, 0)
     if copy and not on_host:
         raise BufferError("copy: expected None or False, since memory of a GPU is handed over in place only, got True")
-    versioned = max_version is not None and max_version[0] >= 1 and (_NUMPY_KNOWS_VERSIONS or not on_host)
+    versioned = max_version is not None and max_version[0] >= 1
     if copy:
         array, writable = array.copy(), True
     if not writable and not versioned:
