@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.common.arrays import Array, Int64s, dlpack
-from kvpool.common.arrays.layout import BlockLayout, PoolIds, Tier
+from kvpool.common.arrays.layout import BlockLayout, Tier
 from kvpool.common.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import TIERS, Device
-from kvpool.device.regions import BLOCKS_MAX, Part, Region
+from kvpool.device.regions import BLOCKS_MAX, Part, Region, Regions
 from kvpool.device.work import check_spans
 from kvpool.errors import InsufficientMemory, PoolClosed
 
@@ -100,10 +102,10 @@ class MemoryPools:
         needs = _needs(self.layouts, counts, (device_memory, host_memory))
         _check_room(device, needs)
         regions = _regions(self.layouts, counts, _allocate(device, needs, shared))
-        self._regions: tuple[Region, ...] | None = regions
+        self._regions: Regions | None = regions
         self._places = [_places(regions, part) for part in range(max(map(len, self.layouts)))]
         try:
-            device.bind(regions)
+            device.bind(regions.all)
         except BaseException:
             self.close()
             raise
@@ -124,7 +126,7 @@ class MemoryPools:
 
     def _shaped(self, tier: Tier) -> tuple[tuple[Any, ...], ...]:
         arrays = []
-        for group, (parts, *blocks) in enumerate(self._open()):
+        for group, (parts, *blocks) in enumerate(self._open().all):
             each = (self.flat(tier, group, part) for part in range(len(parts)))
             flat_parts = zip(each, self.layouts[group], strict=True)
             arrays.append(tuple(shaped(flat, layout, tier, blocks[TIERS.index(tier)]) for flat, layout in flat_parts))
@@ -142,7 +144,7 @@ class MemoryPools:
 
     def flat(self, tier: str, group: int = 0, part: int = 0) -> Any:
         """The memory of a part as flat bytes: uint8[n]."""
-        return self._open()[group].parts[part][1 + TIERS.index(tier)]
+        return self._open().all[group].parts[part][1 + TIERS.index(tier)]
 
     def address(self, tier: str, group: int = 0, part: int = 0) -> int:
         """The address of the first byte of a part in a tier."""
@@ -167,15 +169,12 @@ class MemoryPools:
     def close(self) -> None:
         """Free the memory. The device must have finished its copies. A second call does nothing.
 
-        Frees everything, then raises the first error of the device.
+        Frees everything, then raises one error of the device, if there was any.
         """
         regions, self._regions = self._regions, None
-        _free(
-            self.device,
-            [pool for region in regions or () for part in region.parts for pool in (part.device_pool, part.host_pool)],
-        )
+        _free(self.device, regions.pools if regions is not None else ())
 
-    def _open(self) -> tuple[Region, ...]:
+    def _open(self) -> Regions:
         regions = self._regions
         if regions is None:
             raise PoolClosed(_GONE)
@@ -219,32 +218,33 @@ def _needs(layouts: Layouts, counts: list[tuple[int, ...]], memory: tuple[Any, A
     return needs
 
 
-def _regions(layouts: Layouts, counts: list[tuple[int, ...]], pools: list[Any]) -> tuple[Region, ...]:
+def _regions(layouts: Layouts, counts: list[tuple[int, ...]], pools: list[Any]) -> Regions:
     """The regions to which a device is bound. ``pools`` are in the order of ``_needs``."""
-    device_pools, host_pools = iter(pools[: len(pools) // 2]), iter(pools[len(pools) // 2 :])
-    return tuple(
-        Region(
-            tuple(Part(layout, next(device_pools), next(host_pools)) for layout in parts), device_blocks, host_blocks
-        )
-        for parts, device_blocks, host_blocks in zip(layouts, *counts, strict=True)
+    each = zip(pools[: len(pools) // 2], pools[len(pools) // 2 :], strict=True)
+    return Regions(
+        [
+            Region(tuple(Part(layout, *next(each)) for layout in parts), *blocks)
+            for parts, *blocks in zip(layouts, *counts, strict=True)
+        ]
     )
 
 
-def _places(regions: tuple[Region, ...], part: int) -> Int64s:
+def _places(regions: Regions, part: int) -> Int64s:
     """int64[4, 2 * groups]: first id, end of ids, address and step, of the device blocks of one part of each group,
     then of the host blocks.
 
     Address and step are 0 if a group has no such part.
     """
-    places = [(0, 0)] * (2 * len(regions))
-    for group, region in enumerate(regions):
+    groups = len(regions.all)
+    places = [(0, 0)] * (2 * groups)
+    for group, region in enumerate(regions.all):
         if part < len(region.parts):
             layout, *pools = region.parts[part]
             steps = layout.device_strides(region.device_blocks).block, layout.block_bytes
             for tier, step in enumerate(steps):
-                places[tier * len(regions) + group] = as_strided("pool", pools[tier]).address, step
-    ids = PoolIds([region.device_blocks for region in regions], [region.host_blocks for region in regions])
-    return np.array([ids.edges[:-1], ids.edges[1:], *zip(*places, strict=True)], np.int64)
+                places[tier * groups + group] = as_strided("pool", pools[tier]).address, step
+    edges = regions.pool_ids.edges
+    return np.array([edges[:-1], edges[1:], *zip(*places, strict=True)], np.int64)
 
 
 def _check_room(device: Device, needs: list[_Need]) -> None:
@@ -282,16 +282,11 @@ def _allocate(device: Device, needs: list[_Need], shared: bool) -> list[Any]:
     return pools
 
 
-def _free(device: Device, pools: list[Any]) -> None:
-    """Free all of it, then raise the first error of the device."""
-    errors = []
-    for pool in pools:
-        try:
-            device.free(pool)
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+def _free(device: Device, pools: Iterable[Any]) -> None:
+    """Free all of it, even if the device refuses some. Then one of its errors is raised."""
+    with ExitStack() as stack:
+        for pool in pools:
+            stack.callback(device.free, pool)
 
 
 def _adopt(device: Device, tier: str, source: Any, nbytes: int, name: str) -> Any:
