@@ -51,7 +51,7 @@ def test_the_null_stream_takes_no_batches_and_an_old_driver_has_none(
         device = CudaDevice(calibration="batched")
         assert_same_as_reference(make_pools(device, LAYOUT), OFFLOADS)
         device.close()
-        monkeypatch.setattr(cuda, "find_batch", lambda: None)
+        monkeypatch.setattr(cuda, "find_batch", lambda library: None)
         device = CudaDevice(calibration="batched")
         pools = make_pools(device, LAYOUT)
         device.copy_blocks(OFFLOADS, device.create_stream("copies"))

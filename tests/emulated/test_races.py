@@ -82,7 +82,7 @@ class EmulatedGpu(CudaDevice):
 
     def hold(self, name: str) -> None:
         """One of the streams that were created."""
-        lab.driver().hold(next(stream.handle for stream in self._streams.own if stream.owner == name))
+        lab.driver().hold(next(stream.handle for stream in self._streams.own.values() if stream.owner == name))
 
     def launch(self, stream: Stream, kernel: Callable[[], None], **declared: Any) -> None:
         def run() -> None:

@@ -41,7 +41,7 @@ def test_blocks_go_down_and_come_back_to_others(
 ) -> None:
     monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
     if path == "plain":
-        monkeypatch.setattr("kvpool.device.cuda.cuda_device.find_batch", lambda: None)
+        monkeypatch.setattr("kvpool.device.cuda.cuda_device.find_batch", lambda library: None)
     arrays, paged = engine(cupy, layout)
     stream = cupy.cuda.Stream(non_blocking=True)
     with HostCache(HOST, LAYERS * PAGE, identity=IDENTITY) as cache, HostTier.of(cache) as tier:

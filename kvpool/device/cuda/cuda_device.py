@@ -250,7 +250,7 @@ class CudaDevice(Device):
             self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
         )
         self.calibration = calibrations.chosen(choice, self.gpu)
-        self._batch = find_batch() if self._launcher.same_addresses else None
+        self._batch = find_batch(self._calls.driver.library) if self._launcher.same_addresses else None
         self._engines = (PLAIN,) if self._batch is None else (PLAIN, BATCHED)
         self.crowded_copies = 0
         self._owned: dict[int, tuple[Any, PinnedRange | None]] = {}
@@ -570,8 +570,8 @@ class CudaDevice(Device):
             self.free(array)
         self._launcher.uploads.close()
         self._unless_broken("cudaFreeHost", self._buffers.close)
-        for stream in self._streams.own:
-            self._unless_broken("cudaStreamDestroy", partial(runtime.streamDestroy, stream.handle))
+        for handle in self._streams.own:
+            self._unless_broken("cudaStreamDestroy", partial(runtime.streamDestroy, handle))
         self._unless_broken("cudaEventDestroy", self._events.close)
 
     def _kernel(self, name: str) -> TableKernel:

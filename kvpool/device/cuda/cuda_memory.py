@@ -467,7 +467,6 @@ class CudaViews(HostViews):
         self, cupy: Any, calls: RuntimeCalls, owned: Mapping[int, object], load: Callable[[str], object]
     ) -> None:
         self._cupy, self._calls, self._owned, self._load = cupy, calls, owned, load
-        self._loaded: set[str] = set()
         self.places = {"device": (dlpack.CUDA, calls.index), "host": (dlpack.CUDA_HOST, 0)}
 
     def array(self, memory: StridedArray) -> Any:
@@ -496,9 +495,8 @@ class CudaViews(HostViews):
         """See ``HostViews.table``. A Numba kernel writes tables that are not vectors, so DeviceError is also raised if
         numba-cuda is not installed."""
         checked = gpu_table(target, name, vector, itemsize)
-        if not vector and "stage_rows" not in self._loaded:
+        if not vector:
             self._load("stage_rows")
-            self._loaded.add("stage_rows")
         return checked
 
     def step(self, arrays: Any) -> StepTargets:

@@ -121,7 +121,7 @@ class _WorkOn:
         return self._streams.handle(self._stream)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._stream.handle in self._streams.own_handles:
+        if self._stream.handle in self._streams.own:
             return
         with suppress(DeviceError) if kind else nullcontext():
             self._streams.record(self._stream)
@@ -132,8 +132,8 @@ class UsedStreams:
     creates streams and enqueues; any thread may call ``synchronize``."""
 
     def __init__(self, calls: RuntimeCalls, events: EventPool) -> None:
-        self.own: list[Stream] = []
-        self.own_handles: set[int] = set()
+        self.own: dict[int, Stream] = {}
+        """By handle."""
         self._calls, self._events = calls, events
         self._used: dict[int, tuple[Stream, CudaEvent | None]] = {}
         """The streams of callers, each with the last event after work of the device's."""
@@ -144,13 +144,12 @@ class UsedStreams:
         """A stream of the device's own. Raises DeviceError."""
         with self._calls("cudaStreamCreateWithPriority", unsafe=True) as runtime:
             handle = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority))
-        self.own.append(Stream(handle, name))
-        self.own_handles.add(handle)
-        return self.own[-1]
+        self.own[handle] = Stream(handle, name)
+        return self.own[handle]
 
     def handle(self, stream: Stream) -> int:
         """The handle of a stream, for work. ``synchronize`` waits for it from now on, until it is known to be idle."""
-        if stream.handle in self._used or stream.handle in self.own_handles:
+        if stream.handle in self._used or stream.handle in self.own:
             return stream.handle
         stream = own_name(stream)
         if stream.handle not in self._used:
@@ -172,7 +171,7 @@ class UsedStreams:
         try:
             event = self._events.record(handle)
         except DeviceError as error:
-            if handle in self.own_handles or error.sticky or state_of(self._calls, self._used[handle][0]) != GONE:
+            if handle in self.own or error.sticky or state_of(self._calls, self._used[handle][0]) != GONE:
                 raise
             self._lost.add(handle)
             raise StreamGone(str(error)) from error
@@ -181,7 +180,7 @@ class UsedStreams:
 
     def note(self, handle: int, event: CudaEvent) -> None:
         """Note an event that was recorded behind work on a stream that ``handle`` returned."""
-        if handle not in self.own_handles:
+        if handle not in self.own:
             self._used[handle] = self._used[handle][0], event
 
     def synchronize(self, closing: bool = False) -> None:
@@ -191,7 +190,7 @@ class UsedStreams:
         can only be waited for with the whole GPU. CUDA refuses that while any stream of the GPU is captured, and ends
         the capture, so it is not done when ``closing``.
         """
-        for stream, event in [(NULL_STREAM, None), *self._used.values(), *((ours, None) for ours in self.own)]:
+        for stream, event in [(NULL_STREAM, None), *self._used.values(), *((ours, None) for ours in self.own.values())]:
             if state_of(self._calls, stream) == USABLE:
                 with self._calls("cudaStreamSynchronize", unsafe=True) as runtime:
                     runtime.streamSynchronize(stream.handle)

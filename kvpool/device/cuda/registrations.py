@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Protocol
 
 import numpy as np
@@ -57,25 +58,19 @@ class Registration:
 
     def drop(self, user: object) -> None:
         """Remove a user. If no other is left, unregister all chunks. If the driver refuses some, the others are still
-        tried, and the first error is raised; a later call tries again."""
+        tried, and one error is raised; a later call tries again."""
         with _lock:
             self._users.discard(user)
             self._ends = was_last = not self._users
         if was_last:
-            self._unregister()
+            with ExitStack() as chunks:
+                for address in self.chunks:
+                    chunks.callback(self._unregister, address)
+            _registered.discard(self)
 
-    def _unregister(self) -> None:
-        errors = list[Exception]()
-        for address in reversed(list(self.chunks)):
-            try:
-                self._registrar.hostUnregister(address)
-            except Exception as error:
-                errors.append(error)
-            else:
-                del self.chunks[address]
-        if errors:
-            raise errors[0]
-        _registered.discard(self)
+    def _unregister(self, address: int) -> None:
+        self._registrar.hostUnregister(address)
+        del self.chunks[address]
 
 
 _registered: set[Registration] = set()
@@ -104,19 +99,15 @@ class Hold:
                 self._registrations.append(registration)
 
     def release(self) -> None:
-        """Let go of all registrations. If the driver refuses, the first error is raised, and a later call tries
-        again."""
-        errors, refused = list[Exception](), list[Registration]()
-        while self._registrations:
-            registration = self._registrations.pop()
-            try:
-                registration.drop(self)
-            except Exception as error:
-                errors.append(error)
-                refused.append(registration)
-        self._registrations, self.released = refused, not refused
-        if errors:
-            raise errors[0]
+        """Let go of all registrations. If the driver refuses, one error is raised, and a later call tries again."""
+        with ExitStack() as registrations:
+            for registration in self._registrations:
+                registrations.callback(self._let_go, registration)
+        self.released = True
+
+    def _let_go(self, registration: Registration) -> None:
+        registration.drop(self)
+        self._registrations.remove(registration)
 
 
 def pinned_ends(registrar: Registrar, begin: int, end: int, hold: Hold) -> tuple[list[Span], list[Span]]:

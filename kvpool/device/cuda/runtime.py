@@ -38,15 +38,14 @@ _pointer, _int = ctypes.c_void_p, ctypes.c_int
 Batch = Callable[[Int64s, int], int]
 
 
-def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
+def find_batch(library: Any) -> Batch | None:
     """A function of (fragments int64[n, 3], stream) that enqueues all copies and returns the CUresult. None if the
-    driver has no batched copy.
+    driver, whose library this is, has no batched copy.
 
     The copies must not depend on each other. The stream must not be the null stream, and a context must be current.
     """
-    try:
-        get = library(LIBRARY).cuGetProcAddress_v2
-    except (OSError, AttributeError):
+    get = getattr(library, "cuGetProcAddress_v2", None)
+    if get is None:
         return None
     address, status = ctypes.c_void_p(), ctypes.c_int()
     version, flags = ctypes.c_int(_CUDA_VERSION), ctypes.c_uint64(_LEGACY_STREAM_FLAG)
@@ -150,8 +149,7 @@ class Driver:
             flags, active = ctypes.c_uint(), ctypes.c_int()
             self._state(index, ctypes.byref(flags), ctypes.byref(active))
             if active.value and ordinal is None:
-                _, pushed = self.push(self.primary_context(index)[1])
-                if pushed:
+                if self.push(self.primary_context(index)[1]) == 0:
                     ordinal = self._ordinal(address)
                     self.pop()
         return ordinal
@@ -184,10 +182,9 @@ class Driver:
         self._current(ctypes.byref(context))
         return context.value
 
-    def push(self, context: int | None) -> tuple[int, bool]:
-        """Make a context current. Returns whether it did: then ``pop`` has to undo it."""
-        status = self._push(context)
-        return status, status == 0
+    def push(self, context: int | None) -> int:
+        """Make a context current. After success, ``pop`` has to undo it."""
+        return self._push(context)
 
     def pop(self) -> None:
         """Restore what was current before ``push``: another context, or none."""
@@ -372,7 +369,8 @@ class _Call:
             elif current != calls.context:
                 # Another GPU's, or another one of this GPU. Choosing the caller's device again at the end would create
                 # a context there if it has none, of half a gigabyte.
-                status, self._pushed = calls.driver.push(calls.context)
+                status = calls.driver.push(calls.context)
+                self._pushed = status == 0
                 runtime.check_status(status)
             self._outer = calls.threads.inside = True
         except BaseException as error:
