@@ -258,8 +258,8 @@ _LOOPS = 5
 
 class _Announcer:
     """Reports once that functions are being compiled, and about how long that takes: for a command at once, else after
-    ``PATIENCE`` seconds of compiling, or of waiting for another process that compiles one of them. A terminal also gets a progress bar. It has no lock, since functions are compiled
-    under a lock."""
+    ``PATIENCE`` seconds of compiling, or of waiting for another process that compiles one of them. A terminal also gets
+    a progress bar. It has no lock, since functions are compiled under a lock."""
 
     PATIENCE = 2.0
     speaks = False
