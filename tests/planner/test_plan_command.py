@@ -229,14 +229,14 @@ def test_an_empty_sample_is_an_error(trace: str, capsys: Output) -> None:
 
 
 def test_control_c_prints_the_plan_so_far(trace: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Surveyor._record
+    record = Surveyor.record
 
     def interrupted(self: Surveyor, request: Any) -> None:
         record(self, request)
         if request.index == 3:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Surveyor, "_record", interrupted)
+    monkeypatch.setattr(Surveyor, "record", interrupted)
     plan = plan_of(capsys, trace, status=130)
     assert plan["interrupted"] and plan["requests"] == 4 and "interrupted after 4 requests" in plan["trace"]
 

@@ -13,10 +13,11 @@ from kvpool.common.jit import jit
 from kvpool.state.policies.policy import nth_released
 from kvpool.tools.replay.content import mixed
 
-BLOCKS, NOW, LIVE, LOOKUPS, RUNS, USED, COUNTS = range(7)
+BLOCKS, NOW, LIVE, RUNS, USED, REQUESTS, COUNTS = range(7)
 """Places in ``StackTables.counts``: distinct blocks with a key, the next position in time, and the bits that are set.
-Then the sampled blocks that the last request looked up. Then, of all requests, the runs, and the sampled blocks
-used."""
+Then, of all requests, the runs, the sampled blocks used, and the requests."""
+FOLLOWED, FOUND, COLUMNS = 4, 5, 6
+"""Columns of ``StackTables.requests``."""
 
 STEPS = 128
 """Buckets of a coarse histogram for each doubling."""
@@ -25,7 +26,7 @@ GROUPS = 32
 """The sample has so many parts. Their differences give its error."""
 _START = 1 << 12
 _LISTS = {
-    **dict.fromkeys(("seen", "hits", "parent", "found"), np.int32),
+    **dict.fromkeys(("seen", "hits", "parent"), np.int32),
     **dict.fromkeys(("last", "distances", "again"), np.int64),
     **dict.fromkeys(("keys", "bits"), np.uint64),
     "times": np.float64,
@@ -82,8 +83,9 @@ class StackTables(NamedTuple):
     beyond them, and by the seconds."""
     times: npt.NDArray[np.float64]
     """Seconds, by request. NaN if the trace has no times."""
-    found: Int32s
-    """Scratch: the numbers of one request's blocks."""
+    requests: Int64s
+    """[requests, COLUMNS]: tokens of the prompt and of the answer, the tenant, the distinct blocks with a key that came
+    before, the sampled blocks that were looked up, and those with a key."""
     counts: Int64s
 
 
@@ -204,7 +206,7 @@ def count_run(tables, access, distance, goes_on):
 
 
 @jit
-def look_up(tables, access, ids):
+def look_up(tables, access, ids, found):
     """Count the distances of a request's blocks. Puts their numbers into `found` and returns how many there are.
 
     All distances are from the time before the request: a request claims what it finds before it takes new blocks.
@@ -215,7 +217,6 @@ def look_up(tables, access, ids):
     distance = np.int64(0)
     count = 0
     groups = np.uint64(len(tables.cold))
-    counts[LOOKUPS] = 0
     for block in range(access.keyed):
         key = key_of(ids, access, block, key)
         if key >> _S32 >= access.threshold:
@@ -239,26 +240,26 @@ def look_up(tables, access, ids):
         if block >= access.lookups:
             tables.again[distance] += 1 if last >= 0 else 0
         else:
-            counts[LOOKUPS] += 1
+            tables.requests[access.request, FOLLOWED] += 1
             if last < 0:
                 tables.cold[group] += 1
             else:
                 count_hit(tables, access, number, distance, group)
                 count_run(tables, access, distance, goes_on)
-        tables.found[count] = number
+        found[count] = number
         count += 1
     return count
 
 
 @jit
-def touch(tables, access, count):
+def touch(tables, access, found, count):
     """Make the request's blocks the last used ones, in the order in which a release gives them to the policy."""
     bits = tables.bits
     tree = tables.tree
     counts = tables.counts
     word, removed = np.int64(-1), 0
     for at in range(count - 1, -1, -1):
-        last = tables.last[tables.found[at]]
+        last = tables.last[found[at]]
         if last >= 0:
             if last >> 6 != word:
                 if removed:
@@ -276,7 +277,7 @@ def touch(tables, access, count):
             end += 1
     first_keyed = end - count
     for at in range(count):
-        number = tables.found[at]
+        number = found[at]
         tables.last[number] = first_keyed + nth_released(at, count)
         tables.seen[number] = access.request
     set_range(bits, tree, begin, end)
@@ -298,12 +299,13 @@ def set_range(bits, tree, begin, end):
 
 
 @jit
-def record(tables, access, ids):
-    """Look up and touch the blocks of a request, and return how many numbers ``found`` has. Every table must have room
-    for all of them."""
-    count = look_up(tables, access, ids)
-    touch(tables, access, count)
-    return count
+def record(tables, access, ids, found):
+    """Look up and touch the blocks of the next request. Every table must have room for all of them, and ``found`` for
+    the numbers of those with a key."""
+    count = look_up(tables, access, ids, found)
+    touch(tables, access, found, count)
+    tables.requests[access.request, FOUND] = count
+    tables.counts[REQUESTS] += 1
 
 
 @jit
@@ -414,6 +416,7 @@ def new_tables(groups: int) -> StackTables:
         groups=np.zeros((groups, BUCKETS), np.int64),
         cold=np.zeros(groups, np.int64),
         coarse=np.zeros((1, BUCKETS), np.int64),
+        requests=np.zeros((_START, COLUMNS), np.int64),
         gaps=np.zeros((2, 16), np.int64),
         counts=np.zeros(COUNTS, np.int64),
         **{name: np.zeros(_START, dtype) for name, dtype in _LISTS.items()},
@@ -432,8 +435,7 @@ def with_room(tables: StackTables, full: int, request: int, tenant: int) -> Stac
         **dict.fromkeys(("distances", "again"), live + 1),
         "runs": int(counts[RUNS]) + full,
         "coarse": tenant + 1,
-        "times": request + 1,
-        "found": full,
+        **dict.fromkeys(("times", "requests"), request + 1),
     }
     short = {name: length for name, length in needed.items() if length > len(getattr(tables, name))}
     if short:

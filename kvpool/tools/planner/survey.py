@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import hypot, nan
 from typing import NamedTuple
 
@@ -13,7 +11,6 @@ import numpy as np
 
 from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.changes import Changes
 from kvpool.tools.planner import stack
 from kvpool.tools.planner.stack import BUCKETS, GROUPS, REQUEST_EDGES, SECOND_EDGES, STEPS, UsedBlocks
 from kvpool.tools.replay.content import Progress, Request, namespace_digest
@@ -385,7 +382,7 @@ class Surveyor:
     blocks count. The last token of a prompt is never found. An answer takes memory. If the trace has its tokens, the
     next request can find them, since no chat goes on before it has its answer. Namespaces are those of the replay.
 
-    Memory grows by about 60 bytes for each distinct block in the sample, by 8 bytes for each request, and by 24 for
+    Memory grows by about 60 bytes for each distinct block in the sample, by 48 bytes for each request, and by 24 for
     each run of blocks that it finds. Contents are distinguished by 64-bit keys. Not thread-safe.
     """
 
@@ -396,19 +393,32 @@ class Surveyor:
         if keep and sample != 1:
             raise ValueError(f"sample: expected 1 to keep what each request uses, got {sample}")
         self.sample = sample
-        self.requests = 0
-        """Requests recorded so far."""
-        self.uses: list[Use] = []
-        self._changes = Changes()
         self.tables = stack.new_tables(1 if sample == 1 else GROUPS)
         self._keep = keep
+        self._found: list[tuple[Request, Int32s]] = []
         self._threshold = np.uint64(round(sample * 2**32))
-        self._blocks_before = array("q")
-        self._tokens = np.zeros(2, np.int64)
-        self._lookups = self._prompt_blocks = self._longest = self._used = 0
         self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
         self._tenants: dict[str | None, int] = {}
-        self._of_tenants = np.zeros((TENANTS_MAX + 1, 4), np.int64)
+
+    @property
+    def requests(self) -> int:
+        """Requests recorded so far."""
+        return int(self.tables.counts[stack.REQUESTS])
+
+    @property
+    def uses(self) -> list[Use]:
+        """What each request uses, if that is kept."""
+        size, counts = self.tokens_per_block, self.tables.requests[: self.requests, stack.FOUND].tolist()
+        return [
+            Use(
+                request,
+                blocks[:count],
+                prompt=min(count, request.input_length // size),
+                lookups=(request.input_length - 1) // size,
+                private=request.length // size - count,
+            )
+            for (request, blocks), count in zip(self._found, counts, strict=False)
+        ]
 
     def record(self, request: Request) -> None:
         """Record the next request, wholly or, if an exception comes first, not at all.
@@ -425,10 +435,6 @@ class Surveyor:
         OverflowError
             There are too many distinct blocks.
         """
-        with self._changes:
-            self._record(request)
-
-    def _record(self, request: Request) -> None:
         size = self.tokens_per_block
         ids, tokens_per_id, keyed_tokens = _content(request)
         if request.output_length < 0 or len(ids) * tokens_per_id < keyed_tokens:
@@ -436,36 +442,19 @@ class Surveyor:
             raise ValueError(f"{request.name}: expected ids for all, and numbers from 0 on, got {covered}")
         name = request.salt if request.tenant is None else request.tenant
         tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
-        full = request.length // size
-        keyed = keyed_tokens // size
-        lookups = (request.input_length - 1) // size
-        self.tables = stack.with_room(self.tables, full, self.requests, tenant)
-        counts = self.tables.counts
-        self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
+        full, keyed, lookups = request.length // size, keyed_tokens // size, (request.input_length - 1) // size
+        number = self.requests
+        self.tables = tables = stack.with_room(self.tables, full, number, tenant)
+        tables.times[number] = nan if request.timestamp is None else request.timestamp
+        blocks = tables.counts[stack.BLOCKS]
+        tables.requests[number] = request.input_length, request.output_length, tenant, blocks, 0, 0
         access = UsedBlocks(
-            tokens_per_id, size, lookups, keyed, full, self._seed(request), self._threshold, self.requests, tenant
+            tokens_per_id, size, lookups, keyed, full, self._seed(request), self._threshold, number, tenant
         )
-        requests, blocks_before, of_tenant = self.requests, int(counts[stack.BLOCKS]), self._of_tenants[tenant].copy()
-        totals = (
-            self._tokens + (request.input_length, request.output_length),
-            self._lookups + lookups,
-            self._prompt_blocks - (-request.input_length // size),
-            max(self._longest, -(-request.length // size)),
-            self._used + full,
-        )
-
-        def note(used_blocks: int) -> None:
-            """May be called twice: see ``Changes``."""
-            self._blocks_before[requests:] = array("q", [blocks_before])
-            if self._keep:
-                blocks = self.tables.found[:used_blocks].copy()
-                used = min(used_blocks, request.input_length // size)
-                self.uses[requests:] = [Use(request, blocks, used, lookups, full - used_blocks)]
-            self._of_tenants[tenant] = of_tenant + (1, request.input_length, lookups, counts[stack.LOOKUPS])
-            self._tokens, self._lookups, self._prompt_blocks, self._longest, self._used = totals
-            self.requests = requests + 1
-
-        self._changes.run(partial(stack.record, self.tables, access, ids), finish=note)
+        found = np.empty(keyed, np.int32)
+        if self._keep:
+            self._found[number:] = [(request, found)]
+        stack.record(tables, access, ids, found)
 
     def _seed(self, request: Request) -> np.uint64:
         namespace = request.salt, request.adapter_id
@@ -486,9 +475,11 @@ class Surveyor:
         ValueError
             A sample has fewer than 128 distinct blocks.
         """
-        tables, requests = self.tables, self.requests
+        tables, requests, size = self.tables, self.requests, self.tokens_per_block
         blocks, live, used_blocks, runs = tables.counts[[stack.BLOCKS, stack.LIVE, stack.USED, stack.RUNS]].tolist()
-        if self.sample < 1 and self._lookups and blocks < BLOCKS_MIN:
+        inputs, outputs, _, blocks_before, *_ = tables.requests[:requests].T
+        lookups = int(((inputs - 1) // size).sum())
+        if self.sample < 1 and lookups and blocks < BLOCKS_MIN:
             raise ValueError(
                 f"sample: expected one that follows at least {BLOCKS_MIN} distinct blocks of these prompts, got "
                 f"{self.sample}, which follows {blocks}"
@@ -501,24 +492,21 @@ class Surveyor:
         tenant_hits = np.cumsum(tables.groups, axis=1)
         missed = (tables.cold + tenant_hits[:, -1])[:, None] - tenant_hits
         followed = int(cumulative[-1] + tables.cold.sum())
-        curve = Curve(cumulative, followed, self._lookups, self.sample, missed=missed)
-        before = np.array(self._blocks_before, np.int64)
+        curve = Curve(cumulative, followed, lookups, self.sample, missed=missed)
         return Survey(
-            tokens_per_block=self.tokens_per_block,
+            tokens_per_block=size,
             sample=self.sample,
             requests=requests,
-            prompt_tokens=int(self._tokens[0]),
-            output_tokens=int(self._tokens[1]),
-            prompt_blocks=self._prompt_blocks,
-            longest_blocks=self._longest,
+            prompt_tokens=int(inputs.sum()),
+            output_tokens=int(outputs.sum()),
+            prompt_blocks=int((-(-inputs // size)).sum()),
+            longest_blocks=int((-(-(inputs + outputs) // size)).max(initial=0)),
             distinct_blocks=round(live / self.sample),
             curve=curve,
             tenants=self._tenant_curves(),
             gaps=Gaps(_rows(tables.gaps[0], REQUEST_EDGES), _rows(tables.gaps[1], SECOND_EDGES)),
-            prefixes=find_prefixes(
-                tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample
-            ),
-            uses=Curve(again, used_blocks, self._used, self.sample),
+            prefixes=find_prefixes(tables.hits[:blocks], tables.parent[:blocks], blocks_before, size, self.sample),
+            uses=Curve(again, used_blocks, int(((inputs + outputs) // size).sum()), self.sample),
             runs=tables.runs[:runs],
             seconds=float(times.max() - times.min()) if requests and not np.isnan(times).any() else None,
         )
@@ -532,13 +520,14 @@ class Surveyor:
             names[number] = OTHERS if number == TENANTS_MAX else NOBODY if name is None else name
         limits = coarse_limits(BUCKETS)
         result = []
+        inputs, _, tenants, _, followed, _ = self.tables.requests[: self.requests].T
         for number, name in names.items():
-            requests, tokens, lookups, followed = (int(n) for n in self._of_tenants[number])
-            if not requests:
+            (mine,) = np.nonzero(tenants == number)
+            if not len(mine):
                 continue  # Its first one was interrupted.
-            cumulative = np.cumsum(self.tables.coarse[number])
-            curve = Curve(cumulative, followed, lookups, self.sample, limits)
-            result.append(Tenant(name, requests, tokens, curve))
+            cumulative, lookups = np.cumsum(self.tables.coarse[number]), (inputs[mine] - 1) // self.tokens_per_block
+            curve = Curve(cumulative, int(followed[mine].sum()), int(lookups.sum()), self.sample, limits)
+            result.append(Tenant(name, len(mine), int(inputs[mine].sum()), curve))
         return sorted(result, key=lambda tenant: -tenant.prompt_tokens)
 
 
