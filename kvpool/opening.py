@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from kvpool.common.arguments import Integers, Namespace
 from kvpool.common.arrays.layout import BlockLayout
@@ -262,9 +262,7 @@ def open(
     ...     print(cache.match_prefix([1, 2, 3, 4, 5, 6]).tokens)
     4
     """
-    _check_options("open", options, OpenOptions.__optional_keys__)
-    storage_options = cast(StorageOptions, _of_type(options, StorageOptions.__optional_keys__))
-    pool_options = cast(PoolOptions, _of_type(options, PoolOptions.__optional_keys__))
+    pool_options, storage_options = _split("open", options, PoolOptions, StorageOptions)
     if isinstance(model, ModelIdentity) != (revision is None):
         raise ValueError(
             f"revision: expected a text with the name of a model, None with a ModelIdentity, got {revision!r:.80}"
@@ -334,9 +332,7 @@ def open_host_cache(
     -----
     If anything raises, what was opened before is closed again, in reverse order.
     """
-    _check_options("open_host_cache", options, OpenHostOptions.__optional_keys__)
-    storage_options = cast(HostStorageOptions, _of_type(options, HostStorageOptions.__optional_keys__))
-    cache_options = cast(HostCacheOptions, _of_type(options, HostCacheOptions.__optional_keys__))
+    cache_options, storage_options = _split("open_host_cache", options, HostCacheOptions, HostStorageOptions)
     with ExitStack() as ends:
         cache = ends.enter_context(HostCache(host_blocks, block_bytes, identity=identity, **cache_options))
         tier = ends.enter_context(HostTier.of(cache, memory=memory))
@@ -346,14 +342,13 @@ def open_host_cache(
     return opened
 
 
-def _check_options(call: str, options: Mapping[str, object], known: frozenset[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
-
-
-def _of_type(options: Mapping[str, object], names: frozenset[str]) -> dict[str, object]:
-    return {name: value for name, value in options.items() if name in names}
+def _split(call: str, options: Mapping[str, Any], first: Any, second: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of each of two types. Raises TypeError for one that is of neither."""
+    known = first.__optional_keys__ | second.__optional_keys__
+    for name in options.keys() - known:
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+    of_first = {name: value for name, value in options.items() if name in first.__optional_keys__}
+    return of_first, {name: value for name, value in options.items() if name not in of_first}
 
 
 def _secret_of(stores: Sequence[Store]) -> bytes | None:

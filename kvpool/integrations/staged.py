@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,76 +41,82 @@ def check_store(options: EngineOptions, **names: str | int | None) -> None:
     open_store(options.stores[0], part="check", **names)
 
 
+@dataclass(eq=False)
+class _Hit:
+    """Blocks that were found together. A hit that has lapsed delays no other, and its load returns nothing."""
+
+    attempt: LoadAttempt
+    loading: bool = False
+    lapsed: bool = False
+
+    def lapse(self, now: float, measured: bool = False) -> None:
+        """End the attempt, once."""
+        if not self.lapsed:
+            self.attempt.end(now, measured=measured)
+        self.lapsed = True
+
+
 class _Hits:
     """Blocks that were found and are worth a load, until they have been loaded or are no longer wanted.
 
     A load may lose only what the policy allows it, so that a hit is not slower than the engine. Not all engines report
     that a hit is no longer wanted (``leave``), as when a request was aborted. So a hit whose load has not begun lapses
-    when its load would be given up: it no longer delays other hits, and a load of it returns nothing. Thread-safe.
+    when its load would be given up. Its names stay, with the deadline of a load. Thread-safe.
     """
 
     def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:
         self._policy, self._block_bytes, self._seconds = policy, block_bytes, seconds
-        self._open: dict[bytes, LoadAttempt] = {}
-        self._loading: set[LoadAttempt] = set()
-        self._lapsed: set[LoadAttempt] = set()
+        self._open: dict[bytes, _Hit] = {}
         self._lock = threading.Lock()
 
     def worth(self, names: Sequence[bytes], now: float) -> int:
         """How many of these blocks, which a store has, are to be loaded."""
         with self._lock:
-            again = {self._open[name] for name in names if name in self._open}
-            gone = {hit for hit in self._open.values() if hit.at + self._seconds < now}
-            self._end(again | gone, now, measured=False)
-            self._lapse(now)
-            live = [hit for hit in self._open.values() if hit not in self._lapsed]
-            waited = max(0.0, now - min([hit.at for hit in live], default=now))
+            again = self._of(names)
+            for hit in {*self._open.values()}:
+                if hit in again or hit.attempt.at + self._seconds < now:
+                    self._end(hit, now)
+                elif not hit.loading and hit.attempt.until < now:
+                    hit.lapse(now)
+            live = [hit.attempt.at for hit in self._open.values() if not hit.lapsed]
+            waited = max(0.0, now - min(live, default=now))
             load = self._policy.choose(len(names), len(live) * self._block_bytes, 0.0, waited)
-            attempt = LoadAttempt(self._policy, load, max(1, load.blocks), now)
-            self._open.update(dict.fromkeys(names[: load.blocks], attempt))
+            found = _Hit(LoadAttempt(self._policy, load, max(1, load.blocks), now))
+            self._open.update(dict.fromkeys(names[: load.blocks], found))
             return load.blocks
 
     def until(self, names: Sequence[bytes]) -> float:
         """When a load of these blocks, which begins now, is given up."""
         with self._lock:
-            attempts = {self._open[name] for name in names if name in self._open}
-            self._loading |= attempts - self._lapsed
-            return min([attempt.until for attempt in attempts], default=math.inf)
+            hits = self._of(names)
+            for hit in hits:
+                hit.loading = True
+            return min([hit.attempt.until for hit in hits], default=math.inf)
 
     def loaded(self, came: Mapping[bytes, bool], began: float, now: float) -> None:
         """Which blocks have come, by a load that began then."""
         with self._lock:
-            attempts = {attempt for name in came if (attempt := self._open.get(name)) is not None}
-            for attempt in attempts:
-                if attempt in self._lapsed:
-                    self._end({attempt}, now, measured=False)
-                    continue
-                mine = [ok for name, ok in came.items() if self._open.get(name) is attempt]
-                attempt.note(sum(mine), began, now)
-                if not all(mine) or attempt.came == attempt.items:
-                    self._end({attempt}, now, measured=True)
+            for hit in self._of(came):
+                mine = [ok for name, ok in came.items() if self._open.get(name) is hit]
+                if not hit.lapsed:
+                    hit.attempt.note(sum(mine), began, now)
+                if hit.lapsed or not all(mine) or hit.attempt.came == hit.attempt.items:
+                    self._end(hit, now, measured=True)
 
     def leave(self, names: Sequence[bytes], now: float) -> None:
         """These blocks are no longer wanted. A hit of which nothing is wanted ends, and does not count for the
         store."""
         with self._lock:
-            left = {attempt for name in names if (attempt := self._open.pop(name, None)) is not None}
-            self._end(left - {*self._open.values()}, now, measured=False)
+            left = {hit for name in names if (hit := self._open.pop(name, None)) is not None}
+            for hit in left - {*self._open.values()}:
+                hit.lapse(now)
 
-    def _lapse(self, now: float) -> None:
-        """Drop hits whose time is over and whose load has not begun. Their names stay, with the deadline of a load."""
-        for attempt in {*self._open.values()} - self._loading - self._lapsed:
-            if attempt.until < now:
-                attempt.end(now, measured=False)
-                self._lapsed.add(attempt)
+    def _of(self, names: Iterable[bytes]) -> set[_Hit]:
+        return {self._open[name] for name in names if name in self._open}
 
-    def _end(self, attempts: Set[LoadAttempt], now: float, measured: bool) -> None:
-        for attempt in attempts - self._lapsed:
-            attempt.end(now, measured=measured)
-        self._loading -= attempts
-        self._lapsed -= attempts
-        for name in [name for name, attempt in self._open.items() if attempt in attempts] if attempts else ():
-            del self._open[name]
+    def _end(self, hit: _Hit, now: float, measured: bool = False) -> None:
+        hit.lapse(now, measured)
+        self._open = {name: other for name, other in self._open.items() if other is not hit}
 
 
 class StagedBlocks:
@@ -292,31 +299,17 @@ class StagedBlocks:
                 if not len(rows):
                     self._troubles.note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
                     break
-                self._move(kind, keys[start : start + len(rows)], rows, deadline, copy, start, done)
+                job = self._begin(kind, keys[start : start + len(rows)], rows, deadline, copy, start)
+                try:
+                    for index in np.flatnonzero(self._codes(job) == OK).tolist() if job is not None else ():
+                        if kind == jobs.LOAD:
+                            copy(start + index, self.worker.memory[rows[index]])
+                        done[start + index] = True
+                finally:
+                    if job is not None:
+                        self.worker.release(job)
                 start += len(rows)
         return done
-
-    def _move(
-        self,
-        kind: RequestKind,
-        keys: BlockNames,
-        rows: Rows,
-        deadline: float,
-        copy: Copy,
-        start: int,
-        done: list[bool],
-    ) -> None:
-        """Load or save blocks through these rows, and note those for which that was done from ``start`` on."""
-        job = self._begin(kind, keys, rows, deadline, copy, start)
-        if job is None:
-            return
-        try:
-            for index in np.flatnonzero(self._codes(job) == OK).tolist():
-                if kind == jobs.LOAD:
-                    copy(start + index, self.worker.memory[rows[index]])
-                done[start + index] = True
-        finally:
-            self.worker.release(job)
 
     def _begin(
         self, kind: RequestKind, keys: BlockNames, rows: Rows, deadline: float, copy: Copy, start: int

@@ -220,9 +220,11 @@ class BlockServer(Closing):
         ServerStats
             Each figure is right, but they may be some microseconds apart.
         """
-        counts = self._server.counts
+        counts, transfers = self._server.counts, self._blocks.under_way.transfers
         return replace(
             self._blocks.stats,
+            transfers=len(transfers),
+            transfer_bytes=sum(transfer.nbytes for transfer in transfers),
             refused=counts.failed,
             malformed=counts.malformed,
             dropped=counts.dropped,
@@ -341,7 +343,7 @@ class _HostTier:
         fits = fitting(limits, sizes)
         each = fits.bytes_per_client or 0
         self._welcome = Welcome(0, what.block_bytes, fits.blocks_per_request, fits.requests_per_client, each)
-        self._under_way = UnderWay(fits)
+        self.under_way = UnderWay(fits)
         self.stats = ServerStats()
         self.linger_ms = 0
         self._idle_turns = 0
@@ -362,7 +364,7 @@ class _HostTier:
         settled = self._settle()
         self._serve()
         self._idle_turns = 0 if settled else self._idle_turns + 1
-        if not self._under_way.transfers:
+        if not self.under_way.transfers:
             return None
         return POLL_MS if self._idle_turns < STALLED_TURNS else POLL_MS_STALLED
 
@@ -374,7 +376,7 @@ class _HostTier:
         # pool's memory.
         self._transport.close()
         self._linger(max(self.linger_ms, 1000))
-        for transfer in self._under_way.transfers:
+        for transfer in self.under_way.transfers:
             _log.warning(
                 "client %s has not let go of %d bytes: they stay pinned", transfer.client.id.hex(), transfer.nbytes
             )
@@ -382,7 +384,7 @@ class _HostTier:
     def _linger(self, for_ms: int) -> None:
         end = time.monotonic() + for_ms / 1e3
         self._settle()
-        while self._under_way.transfers and time.monotonic() < end:
+        while self.under_way.transfers and time.monotonic() < end:
             time.sleep(POLL_MS / 1e3)
             self._settle()
 
@@ -432,7 +434,7 @@ class _HostTier:
             groups = [group for group, size in enumerate(sizes) if size]
             raise Malformed(f"group: expected one of {groups!r:.80}, got {request.group}")
         owner, nbytes = f"remote {client.hello.client} {client.id.hex()}", len(keys) * sizes[request.group]
-        self._under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
+        self.under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
         self._serve()
 
     def _find(self, client: ClientSession, request: Find, keys: Uint64s) -> None:
@@ -455,7 +457,7 @@ class _HostTier:
 
     def _serve(self) -> None:
         """Pin and send requests for which there is room."""
-        while (request := self._under_way.take()) is not None:
+        while (request := self.under_way.take()) is not None:
             self.server.guard(request.client, request.id, partial(self._send_blocks, request))
 
     def _pin(self, request: Waiting) -> tuple[list[Lease], Bools]:
@@ -490,22 +492,19 @@ class _HostTier:
                     self._unpin(leases)
                     return
                 transfer = Sending(request.client, request.id, nbytes, leases, offer.released)
-                self._under_way.transfers.append(transfer)
+                self.under_way.transfers.append(transfer)
         except BaseException:
             self._unpin(leases)
             raise
         stats = self.stats
-        stats.requests, stats.blocks, stats.missing_blocks = (
-            stats.requests + 1,
-            stats.blocks + count,
-            stats.missing_blocks + len(present) - count,
-        )
+        stats.requests += 1
+        stats.blocks += count
+        stats.missing_blocks += len(present) - count
         stats.bytes += nbytes if count else 0
-        self._count_transfers()
 
     def _settle(self) -> bool:
         """Unpin what has been released, or whose lease somebody revoked. Returns whether there was any."""
-        transfers = self._under_way.transfers
+        transfers = self.under_way.transfers
         if not transfers:
             return False
         self._transport.poll()
@@ -515,8 +514,7 @@ class _HostTier:
                 self._unpin(transfer.leases)
             else:
                 going.append(transfer)
-        self._under_way.transfers = going
-        self._count_transfers()
+        self.under_way.transfers = going
         return len(going) < len(transfers)
 
     def _unpin(self, leases: list[Lease]) -> list[Lease]:
@@ -529,9 +527,6 @@ class _HostTier:
             except KVPoolError:  # revoked, or the pool is closed and its leases with it
                 pass
         return []
-
-    def _count_transfers(self) -> None:
-        self.stats.transfers, self.stats.transfer_bytes = len(self._under_way.transfers), self._under_way.nbytes
 
 
 def _keys(received: Received) -> Uint64s:

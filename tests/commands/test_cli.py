@@ -110,7 +110,6 @@ def test_sizes_become_blocks(
         ("replay --model llama-3-8b", "--model needs --device-memory or --device-blocks"),
         ("replay --model llama-3-8b --block-bytes 64", "leave out --block-bytes"),
         ("replay --format qwen", "--format, .* describe a TRACE, and none is given"),
-        ("plan --plot a\0b.svg", "expected a path without a NUL character"),
     ],
 )
 def test_wrong_usage_says_what_is_accepted(arguments: str, reason: str, capsys: Output) -> None:

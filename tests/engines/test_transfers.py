@@ -43,7 +43,8 @@ class Worker:
         self.copies = kvpool.hostcache.HostCopies(
             self.tier, caches, blocks_per_host_block=per, places=places, device=self.device
         )
-        self.transfers = Transfers(self.copies, HOST_BLOCKS, per)
+        self.pieces = [[piece] for piece in group_pieces]
+        self.transfers = Transfers(self.copies, HOST_BLOCKS, per, self.pieces)
 
     def write(self, group: int, blocks: Sequence[int]) -> np.ndarray:
         """Random bytes into blocks of a group; a copy of them, [layers, blocks, bytes]."""
@@ -190,7 +191,7 @@ class Failing:
 
 def test_a_load_of_what_a_failed_store_should_have_brought_fails(open_worker: Open) -> None:
     worker = open_worker()
-    worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1)  # type: ignore[arg-type]
+    worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1, worker.pieces)  # type: ignore[arg-type]
     for job, error in ((1, None), (2, "as the test asks")):
         worker.store(job, [0], (1, 0), (0, 0), [4])
         assert worker.ended(job)[job].error == error
@@ -204,7 +205,7 @@ def test_a_load_of_what_a_failed_store_should_have_brought_fails(open_worker: Op
 
 def test_a_job_that_failed_is_over_when_its_other_copies_are(open_worker: Open) -> None:
     worker = open_worker("sim")
-    worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1)  # type: ignore[arg-type]
+    worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1, worker.pieces)  # type: ignore[arg-type]
     gate = worker.device.stall(None)
     worker.store(1, [0, 1], (1, 1), (0, 0), [4, 5])
     assert worker.transfers.finished() == []
@@ -296,7 +297,7 @@ def test_host_blocks_that_are_filled_in_part_are_named(counts: Any, firsts: Any,
 def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker: Open, before: str) -> None:
     """As with stores, which fill host blocks without the worker."""
     worker = open_worker(per=2)
-    worker.transfers = Transfers(Failing(worker.copies, before == "a failed store"), HOST_BLOCKS, 2)  # type: ignore[arg-type]
+    worker.transfers = Transfers(Failing(worker.copies, before == "a failed store"), HOST_BLOCKS, 2, worker.pieces)  # type: ignore[arg-type]
     if before != "nothing":
         worker.store_one(1, 3, 5)
         assert (worker.ended(1)[1].error is None) == (before == "a chunk in part")
@@ -325,7 +326,7 @@ from tests.engines.serve import compilations
 from tests.engines.test_transfers import Worker
 kind, per = sys.argv[1], int(sys.argv[2])
 worker = Worker(kind, per)
-worker.transfers.warm_up(2)
+worker.transfers.warm_up()
 compiled = compilations()
 hosts = [7, 1, 0, 5, 9, 2, 3][: -(-6 // per) + 1]
 for stored, loaded in ((1, 2), (3, 4)):

@@ -338,7 +338,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         copies = self.get_copies([piece for group in groups for piece in group])
         transfers = Transfers(copies, self.host_blocks, self.blocks_per_chunk, groups)
         with compiling("the copies of the host tier"):
-            transfers.warm_up(len(groups))
+            transfers.warm_up()
         return KVPoolOffloadingWorker(transfers, groups[0][0].cache.memory == "device")
 
     def get_copies(self, found: list[Piece]) -> kvpool.hostcache.HostCopies:

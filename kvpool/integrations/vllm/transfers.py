@@ -139,7 +139,7 @@ class Transfers:
     host_blocks, blocks_per_host_block
         The number of host blocks in the tier, and of the engine's blocks in a host block.
     groups
-        The pieces of each group, which are the caches of ``copies`` in this order. None: one cache is one group.
+        The pieces of each group, which are the caches of ``copies`` in this order.
 
     Notes
     -----
@@ -151,28 +151,22 @@ class Transfers:
         copies: HostCopies,
         host_blocks: int,
         blocks_per_host_block: int,
-        groups: Sequence[Sequence[Piece]] | None = None,
+        groups: Sequence[Sequence[Piece]],
     ) -> None:
         self._copies = copies
         numbers = itertools.count()
         # The caches of each group, and those that this worker stores.
-        self._caches = (
-            None if groups is None else [[(next(numbers), piece.writes) for piece in group] for group in groups]
-        )
+        self._caches = [[(next(numbers), piece.writes) for piece in group] for group in groups]
         self._written = np.zeros((host_blocks, blocks_per_host_block), bool)
         self._jobs: dict[int, _Job] = {}
 
-    def warm_up(self, groups: int) -> None:
+    def warm_up(self) -> None:
         """Compile what copies run: copy the first block of each group to the first host block and back, before either
         is written. Raises DeviceError."""
         blocks, hosts = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        for group in range(groups):
-            for cache, _ in self._caches_of(group):
-                self._copies.copy_in(blocks, hosts, group=cache).wait()
-                self._copies.copy_out(blocks, hosts, group=cache).wait()
-
-    def _caches_of(self, group: int) -> Sequence[tuple[int, bool]]:
-        return [(group, True)] if self._caches is None else self._caches[group]
+        for cache, _ in itertools.chain.from_iterable(self._caches):
+            self._copies.copy_in(blocks, hosts, group=cache).wait()
+            self._copies.copy_out(blocks, hosts, group=cache).wait()
 
     def parts(
         self,
@@ -272,7 +266,7 @@ class Transfers:
         copy = self._copies.copy_in if store else self._copies.copy_out
         try:
             for part in parts:
-                for cache, writes in self._caches_of(part.group):
+                for cache, writes in self._caches[part.group]:
                     if writes or not store:
                         copies.append(copy(part.blocks, part.host_blocks, stream=stream, group=cache))
         except DeviceError as failed:

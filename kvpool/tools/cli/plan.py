@@ -61,7 +61,7 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add = plan.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print the plan as JSON")
     plot = "draw it: .png, .svg or .html; needs the extra 'plot'"
-    add("--plot", type=terminal.path_argument, metavar="FILE", help=plot)
+    add("--plot", type=Path, metavar="FILE", help=plot)
 
 
 def run(options: argparse.Namespace) -> int:

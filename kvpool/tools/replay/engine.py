@@ -153,8 +153,6 @@ class ReplayConfig:
         The seed of the sim device's schedule.
     progress : float, default 0.5
         How early the sim device works, from 0 (as late as it may) to 1 (at once).
-    events : int, default 0
-        The number of events that the pool keeps for its readers.
     store : Store or None, default None
         Where blocks are saved, and loaded from before each admission. The replay opens and closes it.
     store_wait : float, default 10.0
@@ -176,7 +174,6 @@ class ReplayConfig:
     verify: bool = False
     seed: int = 0
     progress: float = 0.5
-    events: int = 0
     store: Store | None = None
     store_wait: float = 10.0
 
@@ -187,7 +184,7 @@ class ReplayConfig:
             raise ValueError("store: it stands behind the host tier, and there is none (host_blocks 0)")
         if not 0 < self.store_wait <= 3600:
             raise ValueError(f"store_wait {self.store_wait} is not more than 0, up to 3600 seconds")
-        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
+        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1)):
             value = getattr(self, name)
             if value < lowest:
                 raise ValueError(f"{name} {value} is not at least {lowest}")
@@ -247,7 +244,7 @@ class Replay(Closing):
             partial_reuse=config.partial,
             policy=config.policy,
             clock=lambda: self._now_ms,
-            event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
+            event_capacity=0 if config.store is None else _STORE_EVENTS,
             secret=getattr(config.store, "secret", None),
         )
         self._verifier: Verifier | None = None
@@ -282,9 +279,8 @@ class Replay(Closing):
             if self._storing is not None:
                 stack.callback(self._storing.close)
 
-    def run(self, requests: Iterable[Request] | None = None) -> Summary:
-        """Replay all requests and return the summary. ``requests`` come instead of those of the trace, while they are
-        made: the next one is asked for when the one before it is admitted or skipped.
+    def run(self) -> Summary:
+        """Replay all requests and return the summary.
 
         Raises
         ------
@@ -296,8 +292,7 @@ class Replay(Closing):
             The user interrupts the replay.
         """
         blocks, active = self.config.device_blocks, self.config.active
-        replayed = self.trace.requests if requests is None else requests
-        steps = schedule(replayed, device_blocks=blocks, active=active, tokens_per_block=self._size)
+        steps = schedule(self.trace.requests, device_blocks=blocks, active=active, tokens_per_block=self._size)
         self._begin = perf_counter()
         try:
             for step in steps:
