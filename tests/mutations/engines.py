@@ -104,8 +104,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an_abandoned_hit_stands_before_others",
-        "_Hits._lapse",
-        "attempt.until < now",
+        "_Hits.worth",
+        "hit.attempt.until < now",
         "False",
         "After some requests that were aborted, hits of others are declined for seconds.",
         (f"{STAGED}test_abandoned_hits_shut_out_others_for_no_longer_than_they_would_be_waited_for",),
@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_that_is_left_stands_before_others",
         "_Hits.leave",
-        "self._end(left - {*self._open.values()}, now, measured=False)",
+        "hit.lapse(now)",
         "pass",
         "What LMCache has found and does not load is still paid for: hits of others are declined.",
         (f"{STAGED}test_hits_that_are_left_shut_out_nobody_and_say_nothing_of_their_store",),
@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         "a_load_under_way_lapses",
         "_Hits.until",
-        "self._loading |= attempts - self._lapsed",
+        "hit.loading = True",
         "pass",
         "A policy never learns that a store is late, and asks it again and again.",
         (f"{STAGED}test_a_load_under_way_does_not_lapse_and_its_store_is_judged_by_it",),
