@@ -90,11 +90,12 @@ class PolicyState:
         begins = adaptive if policy == "adaptive" else agent
         hooks: list[Any] = [(agent.choose, 0, 0, 0)]
         if device_blocks:
-            hooks += [(begins.on_admit, 0, 0, 0), (agent.on_begin_release, 0, 0, 0), (agent.on_end_release, 0, 0, 0)]
+            hooks += [(begins.on_admit, GROUP, REQUEST, 0)]
+            hooks += [(agent.on_begin_release, GROUP, 0), (agent.on_end_release, GROUP, 0, 0)]
         else:
-            hooks += [(begins.on_touch, 0, 0, 0, 0), (agent.on_touched, 0, 0, 0, 0)]
+            hooks += [(begins.on_touch, GROUP, _KEYS, 0), (agent.on_touched, GROUP, _KEYS, 0)]
         if both:
-            hooks.append((on_join, 0, 0, 0))
+            hooks.append((on_join, GROUP, 0, 0))
         for hook, *like in hooks:
             policy_state[hook.__name__] = entry_of(hook, *like)
         policy_state.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
@@ -119,18 +120,13 @@ class PolicyState:
         return int(self.policy_state.ctypes.data)
 
     @property
-    def arrays(self) -> list[Array]:
-        of_chains = [self.policy_state, self.turns, self.chains, self.names, self.order]
-        return [*of_chains, self.tier_lists, self.host_order, self.rates, self.ghosts, self.scores]
-
-    @property
     def nbytes(self) -> int:
         """The bytes that grow with the number of blocks."""
         arrays = self.chains, self.names, self.order, self.tier_lists, self.host_order, self.ghosts
         return sum(array.nbytes for array in arrays)
 
 
-_IDS = np.zeros(0, np.int64)
+_IDS, _KEYS = np.zeros(0, np.int64), np.zeros((0, 3), np.int64)
 _TOKENS = np.zeros(0, np.int32)
 _WINDOWS: list[Any] = [(sequences.give_passed, 0, 0)]
 _HOOKS: dict[int, list[Any]] = {

@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_policy_chooses_among_all_priorities",
-        "victim",
+        "_chooses",
         "which == policy.list or which == host_policy_of(group).list",
         "True",
         "A priority that a caller gave does not decide any more.",
@@ -75,7 +75,7 @@ MUTATIONS = (
     Mutation(
         "what_comes_from_the_host_is_a_new_conversation",
         "on_admit",
-        "_named(policy, keys, reused, np.int64(0))",
+        "_named(policy, keys, reused, 0)",
         "c, depth",
         "Nobody learns how long a conversation has paused that comes back through the host.",
         (f"{_TESTS}test_what_comes_from_the_host_belongs_to_its_own_conversation",),
@@ -131,7 +131,7 @@ MUTATIONS = (
     Mutation(
         "the_next_victims_are_those_of_lru",
         "expect_victims",
-        "policy_of(group).follows == LRU",
+        "not _chooses(group, usual)",
         "True",
         "What is evicted next was not saved, and what was saved is not evicted.",
         (f"{_HOST}test_what_is_named_as_the_next_victims_goes_in_this_order[agent]",),

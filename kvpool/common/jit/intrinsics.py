@@ -195,17 +195,16 @@ def entry_of(function: Any, *arguments: Any) -> int:
 
 @primitive(lambda entry, args: np.int64(_functions[int(entry)](*args) or 0), lambda entry, args: types.int64)
 def call(code: Code) -> Any:
-    """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers must be
-    int64, and arrays contiguous.
+    """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers and flags
+    are passed as int64. Arrays must be contiguous.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
-    convention, builder = code.context.call_conv, code.builder
-    kinds = tuple(code.kinds[1])
-    for kind in kinds:
-        assert kind == types.int64 or not isinstance(kind, types.Integer), kind
-        assert not isinstance(kind, types.Array) or kind.layout == "C", kind
-    values = cgutils.unpack_tuple(builder, code.values[1])
+    convention, builder, given = code.context.call_conv, code.builder, tuple(code.kinds[1])
+    assert all(kind.layout == "C" for kind in given if isinstance(kind, types.Array)), given
+    kinds = tuple(types.int64 if isinstance(kind, (types.Integer, types.Boolean)) else kind for kind in given)
+    words = zip(cgutils.unpack_tuple(builder, code.values[1]), given, kinds, strict=True)
+    values = [code.context.cast(builder, *word) for word in words]
     pointer = convention.get_function_type(types.int64, kinds).as_pointer()
     called = builder.inttoptr(code.word(0), pointer)
     status, answer = convention.call_function(builder, called, types.int64, kinds, values)

@@ -11,7 +11,6 @@ import math
 import numpy as np
 
 from kvpool.common.jit import jit
-from kvpool.common.jit.intrinsics import record_at
 from kvpool.state.policies import agent
 from kvpool.state.policies.agent import ALL, SOME, worth_now
 from kvpool.state.policies.chains import (
@@ -26,7 +25,7 @@ from kvpool.state.policies.chains import (
     policy_of,
     scores_of,
 )
-from kvpool.state.records import GROUP, NONE
+from kvpool.state.records import NONE
 
 _MEMORY, _SURE = 2048.0, 1.5
 """A hit counts half after some 0.7 * 2048 requests. Another expert than LRU is followed once its lead is 1.5 standard
@@ -35,22 +34,22 @@ _TRIES, _DRAWS = 2 * ALL, 8 * SOME
 
 
 @jit
-def on_admit(at, asked, slot):
+def on_admit(group, request, slot):
     """What ``agent`` does. Then compare all ghosts on the prompt."""
-    return _compared(at, np.int64(agent.on_admit(at, asked, slot)))
+    return _compared(group, agent.on_admit(group, request, slot))
 
 
 @jit
-def on_touch(at, matches, count, turn):
-    return _compared(at, np.int64(agent.on_touch(at, matches, count, turn)))
+def on_touch(group, matches, turn):
+    return _compared(group, agent.on_touch(group, matches, turn))
 
 
 @jit
-def _compared(at, c):
+def _compared(group, c):
     """Compare the ghosts on a prompt of a chain, or of none. Returns the chain."""
-    if c != NONE and c & ((1 << policy_of(record_at(at, GROUP)).shift) - 1) == 0:
-        group = record_at(at, GROUP)
-        _compare(group, policy_of(group), c)
+    policy = policy_of(group)
+    if c != NONE and c & ((1 << policy.shift) - 1) == 0:
+        _compare(group, policy, c)
     return c
 
 

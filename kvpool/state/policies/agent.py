@@ -16,7 +16,7 @@ import numpy as np
 
 from kvpool.common.arguments import ENDS
 from kvpool.common.jit import jit
-from kvpool.common.jit.intrinsics import array_at, bit_length, prefetch, record_at
+from kvpool.common.jit.intrinsics import bit_length, prefetch, record_at
 from kvpool.state.policies import reuse
 from kvpool.state.policies.chains import (
     POLICY,
@@ -50,7 +50,6 @@ from kvpool.state.records import (
     GROUP,
     KEYED,
     NONE,
-    REQUEST,
     blocks_of,
     lists_of,
     sequences_of,
@@ -82,22 +81,21 @@ def class_of(stop, count, mean, length):
 
 
 @jit
-def on_admit(at, asked, slot):
+def on_admit(group, request, slot):
     """A prompt has got the row ``slot``: find its chain, by the last block that it has reused, or by a deeper one that
     is gone and still names it. Returns it, or NONE, as for a prompt whose end has another priority than the default."""
-    group, request = record_at(at, GROUP), record_at(asked, REQUEST)
     policy = policy_of(group)
     turns_of(policy)[slot] = NONE
     keys, reused = request_keys(group, request), np.int64(sequences_of(group)[slot].reused)
-    _, priority, _ = retention_at(request, keys.shape[0] * group.width - 1)
+    _, priority, _ = retention_at(request, len(keys) * group.width - 1)
     if request.reserves or request.private or request.fresh or priority != DEFAULT_PRIORITY:
-        return np.int64(NONE)
-    c, depth = _named(policy, keys, keys.shape[0], reused)
+        return NONE
+    c, depth = _named(policy, keys, len(keys), reused)
     if c == NONE and reused > 0 and table_of(group)[slot, reused - 1] != NONE:
         c = np.int64(owners_of(group)[table_of(group)[slot, reused - 1]])
     if c == NONE:  # content that came from the host, or that a running request holds, belongs to no chain
-        c, depth = _named(policy, keys, reused, np.int64(0))
-    c = begin_turn(group, policy, c, depth, keys.shape[0])
+        c, depth = _named(policy, keys, reused, 0)
+    c = begin_turn(group, policy, c, depth, len(keys))
     turns_of(policy)[slot] = c
     policy.depth = depth
     return c
@@ -109,7 +107,7 @@ def _named(policy, keys, depth, least):
     does. If there are many keys, only those are looked up that are names wherever their chain ended."""
     few = depth - least <= _FEW
     while depth > least:
-        c, ahead = np.int64(NONE), keys[max(depth - (_NEAR if few else _FEW), 0), 0]
+        c, ahead = NONE, keys[max(depth - (_NEAR if few else _FEW), 0), 0]
         if few or is_name(ahead, _FEW):
             expect_name(policy, ahead)
         if few or is_name(keys[depth - 1, 0], _FEW):
@@ -117,20 +115,19 @@ def _named(policy, keys, depth, least):
         if c != NONE:
             return np.int64(c), np.int64(depth)
         depth -= 1
-    return np.int64(NONE), np.int64(depth)
+    return NONE, np.int64(depth)
 
 
 @jit
-def on_begin_release(at, slot, nothing):
+def on_begin_release(group, slot):
     """A row is released next: its blocks name its chain from now on."""
-    group = record_at(at, GROUP)
     policy, blocks, row = policy_of(group), blocks_of(group), table_of(group)[slot]
     c = np.int64(turns_of(policy)[slot])
     if c == NONE:
-        return np.int64(0)
+        return
     sequence, owners = sequences_of(group)[slot], owners_of(group)
     full = sequence.committed // group.width
-    shared = np.int64(0)
+    shared = 0
     for i in range(sequence.blocks):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
         ahead = blocks[max(row[min(i + _NEAR, sequence.blocks - 1)], 0)].key0
@@ -143,40 +140,36 @@ def on_begin_release(at, slot, nothing):
         if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
             put_name(policy, blocks[row[i]].key0, c)
     begin_release(group, policy, c, shared)
-    return np.int64(0)
 
 
 @jit
-def on_end_release(at, slot, stop):
+def on_end_release(group, slot, stop):
     """The blocks of a row are listed, after all that was listed before."""
-    group = record_at(at, GROUP)
     policy = policy_of(group)
     c = np.int64(turns_of(policy)[slot])
     if c == NONE:
-        return np.int64(0)
+        return
     turns_of(policy)[slot] = NONE
     end_turn(group, policy, c)
     chain = chains_of(policy)[c]
     chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
     chain.alike = reuse.class_of(chain.pauses, chain.length)
     policy.left = 0 if policy.pick == c else policy.left
-    return np.int64(0)
 
 
 @jit
-def on_touch(at, matches, count, turn):
-    """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``matches`` int64[count, 3].
+def on_touch(group, keys, turn):
+    """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``keys`` int64[n, 3].
 
     With ``turn``, they are all keys of a request that has ended. That is a turn of the chain that it continues, which
     is returned. Without, they are used and no turn, and NONE is returned: their chain is as its last turn has left it,
     though others have held its blocks meanwhile.
     """
-    group = record_at(at, GROUP)
-    policy, keys, c = policy_of(group), array_at(matches, (count, 3), np.int64), np.int64(NONE)
+    policy, count, c = policy_of(group), len(keys), NONE
     owners, chains = owners_of(group), chains_of(policy)
     if turn:
-        c, depth = _named(policy, keys, count, np.int64(0))
-        before = np.int64(0)
+        c, depth = _named(policy, keys, count, 0)
+        before = 0
         if c != NONE and chains[c].first != NONE and blocks_of(group)[chains[c].first].list < 0:
             # Its end is used, so it goes on, though its beginning may not be named.
             before = max(np.int64(chains[c].length) - depth, 0)
@@ -186,12 +179,12 @@ def on_touch(at, matches, count, turn):
         last = keys[count - 1, 2]
         c = np.int64(owners[last]) if last != NONE else c
         if c == NONE or find_first(group, policy, c):
-            return np.int64(NONE)
+            return NONE
         chains[c].turns += 1
     turns_of(policy)[0] = c
     if c == NONE:
         return c
-    shared = np.int64(0)
+    shared = 0
     for i in range(count):
         b = keys[i, 2]
         if b != NONE:
@@ -201,27 +194,24 @@ def on_touch(at, matches, count, turn):
             if is_name(keys[i, 0], count - i):
                 put_name(policy, keys[i, 0], c)
     begin_release(group, policy, c, shared)
-    return c if turn else np.int64(NONE)
+    return c if turn else NONE
 
 
 @jit
-def on_touched(at, matches, count, turn):
+def on_touched(group, keys, turn):
     """They are listed, after all that was listed before."""
-    group = record_at(at, GROUP)
     policy = policy_of(group)
     c = np.int64(turns_of(policy)[0])
     if c == NONE:
-        return c
+        return
     chain = chains_of(policy)[c]
     since, returns = chain.released, chain.returns
-    on_end_release(at, np.int64(0), np.int64(0))
+    on_end_release(group, 0, 0)
     if not turn:
         chain.released, chain.returns = since, returns
-        keys = array_at(matches, (count, 3), np.int64)
-        for i in range(count):
+        for i in range(len(keys)):
             if is_listed(group, policy, c, keys[i, 2]):
                 blocks_of(group)[keys[i, 2]].used_at = since
-    return c
 
 
 @jit
@@ -240,7 +230,7 @@ def choose(at, second, nothing):
     oldest = np.int64(lists_of(group)[policy.list, 0])
     if _is_orphan(group, policy, oldest):
         return oldest
-    b = np.int64(NONE)
+    b = NONE
     if policy.left > 0:
         policy.left -= 1
         b = take_first(group, policy, policy.pick)
@@ -315,7 +305,7 @@ def _stem_worth(group, policy, c, worth, enough):
 def _least(group, policy):
     """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
     chains, order = chains_of(policy), order_of(policy)
-    chosen, least = np.int64(NONE), 0.0
+    chosen, least = NONE, 0.0
     at = tries = 0
     if policy.pick != NONE and has_blocks(group, policy, policy.pick):
         chosen, least = np.int64(policy.pick), _first_worth(group, policy, policy.pick, _HUGE)

@@ -220,7 +220,7 @@ def take_first(group, policy, c):
     """The deepest listed block of a chain, which is evicted now, or NONE. Blocks that a turn has left over, because the
     prompt continued elsewhere, come first."""
     if not find_first(group, policy, c):
-        return np.int64(NONE)
+        return NONE
     chain = tier_list_of(policy, c)
     b = np.int64(chain.first if chain.rest == NONE else chain.rest)
     if chain.rest != NONE:
@@ -257,7 +257,7 @@ def put_last(group, c, b):
     """Note that a host block of a chain is listed now. Returns the block after which it belongs, so that the blocks of
     a chain are side by side, or NONE."""
     policy = host_policy_of(group)
-    tier_list, before = tier_list_of(policy, c), np.int64(NONE)
+    tier_list, before = tier_list_of(policy, c), NONE
     if (
         tier_list.place < policy.cached
         and find_first(group, policy, c)
@@ -265,7 +265,7 @@ def put_last(group, c, b):
     ):
         before = np.int64(tier_list.last)
     if tier_list.first == NONE:
-        tier_list.first, tier_list.size, before = b, 0, np.int64(NONE)
+        tier_list.first, tier_list.size, before = b, 0, NONE
     tier_list.last, tier_list.size = b, min(np.int64(tier_list.size) + 1, BLOCKS_MAX)
     if tier_list.place >= policy.cached:
         move(policy, c, policy.cached)
@@ -276,7 +276,7 @@ def put_last(group, c, b):
 @jit(forceinline=True)
 def _next(group, policy, c, b):
     after = np.int64(blocks_of(group)[b].next)
-    return after if is_listed(group, policy, c, after) else np.int64(NONE)
+    return after if is_listed(group, policy, c, after) else NONE
 
 
 @jit
@@ -294,7 +294,7 @@ def _forget(policy, c):
 @jit
 def new_chain(group, policy):
     """A record for a new chain. If all are in use, some chain that was away for long is forgotten."""
-    chains, order, c = chains_of(policy), order_of(policy), np.int64(NONE)
+    chains, order, c = chains_of(policy), order_of(policy), NONE
     if policy.known < policy.chains:
         c = np.int64(order[policy.known])
         policy.known += 1
@@ -348,8 +348,8 @@ def find_name(policy, key):
     for at in range(first, first + _WAYS):
         if names[at] >> 32 == key >> 32 and names[at] != NONE:
             c = (names[at] >> 8) & (CHAINS_MAX - 1)
-            return c if chains_of(policy)[c].age == names[at] & 0xFF else np.int64(NONE)
-    return np.int64(NONE)
+            return c if chains_of(policy)[c].age == names[at] & 0xFF else NONE
+    return NONE
 
 
 @jit
@@ -393,9 +393,9 @@ def is_trusted(policy, returns):
 def begin_turn(group, policy, c, depth, length):
     """A prompt of ``length`` full blocks begins with ``depth`` blocks of chain ``c`` (NONE: of no chain). Returns the
     chain that it continues, a new one if it leaves that chain early, or NONE."""
-    chains, parent = chains_of(policy), np.int64(NONE)
+    chains, parent = chains_of(policy), NONE
     if c != NONE and (chains[c].turns > 0 or 2 * depth < chains[c].length):
-        c, parent = np.int64(NONE), c
+        c, parent = NONE, c
     if c != NONE:
         chain = chains[c]
         if chain.returns != 0:
@@ -450,7 +450,7 @@ def end_turn(group, policy, c):
     chain, first = chains_of(policy)[c], np.int64(lists_of(group)[policy.list, 0])
     if policy.last != NONE:
         after = np.int64(blocks_of(group)[policy.last].next)
-        first = after if blocks_of(group)[policy.last].list == policy.list else np.int64(NONE)
+        first = after if blocks_of(group)[policy.last].list == policy.list else NONE
     chain.first = first
     chain.size = min(max(np.int64(lists_of(group)[policy.list, 2]) - policy.listed, 0), BLOCKS_MAX)
     chain.released, chain.returns = np.uint32(group.now & 0xFFFFFFFF), group.returns

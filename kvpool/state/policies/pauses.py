@@ -31,7 +31,7 @@ ones count half; after how many pauses a worth is computed anew."""
 @jit
 def octaves(ms):
     """The logarithm of a time, in 256ths of an octave."""
-    value = max(np.int64(ms), np.int64(1))
+    value = max(np.int64(ms), 1)
     whole = bit_length(value) - 1
     return np.int64((whole << 8) + ((value << 8) >> whole) - 256)
 

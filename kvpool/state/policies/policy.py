@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.common.jit import jit
-from kvpool.common.jit.intrinsics import address_of, array_at, call, prefetch, record_at
+from kvpool.common.jit.intrinsics import array_at, call, prefetch
 from kvpool.state.index import expect, expect_child
 from kvpool.state.policies.block_lists import (
     BACK,
@@ -38,19 +38,18 @@ from kvpool.state.records import (
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
-    GROUP,
     HOST,
     INDEXED,
     LISTS_PER_TIER,
     LOWEST,
     NONE,
-    REQUEST_BYTES,
     TAIL,
     TIE_BITS,
     USES_MAX,
     blocks_of,
     heap_of,
     lists_of,
+    request_at,
 )
 
 
@@ -107,9 +106,9 @@ def stop_clock(group, b):
     """Remove a block from the heap of deadlines. Returns its deadline, NONE if it has none."""
     block = blocks_of(group)[b]
     if block.heap == NONE:
-        return np.int64(NONE)
+        return NONE
     heap_remove(blocks_of(group), heap_of(group), b)
-    return np.int64(block.deadline)
+    return block.deadline
 
 
 @jit(forceinline=True)
@@ -138,8 +137,8 @@ def expired(group):
     none."""
     blocks, heap = blocks_of(group), heap_of(group)
     if heap[0] == 0 or blocks[heap[1]].deadline >> TIE_BITS > group.now:
-        return np.int64(NONE)
-    b = np.int64(heap[1])
+        return NONE
+    b = heap[1]
     heap_remove(blocks, heap, b)
     unlink(blocks, lists_of(group), b)
     blocks[b].priority, blocks[b].ttl = DEFAULT_PRIORITY, NONE
@@ -186,41 +185,35 @@ def on_release(group, b, front):
 def on_admit(group, requests, r, slot):
     """Request ``r`` has got its blocks, in the row ``slot``."""
     if group.policy_at:
-        call(policy_of(group).on_admit, (policy_of(group).header_at, address_of(requests) + r * REQUEST_BYTES, slot))
+        call(policy_of(group).on_admit, (group, request_at(requests, r), slot))
 
 
 @jit(forceinline=True)
 def on_begin_release(group, slot):
     """All blocks of a row are given back next."""
     if group.policy_at:
-        call(policy_of(group).on_begin_release, (policy_of(group).header_at, slot, np.int64(0)))
+        call(policy_of(group).on_begin_release, (group, slot))
 
 
 @jit(forceinline=True)
 def on_end_release(group, slot):
     """They were."""
     if group.policy_at:
-        call(policy_of(group).on_end_release, (policy_of(group).header_at, slot, np.int64(group.stop)))
+        call(policy_of(group).on_end_release, (group, slot, group.stop))
 
 
 @jit(forceinline=True)
 def on_touch(group, matches, turn):
     """Keys of a HostCache are used, as the ``turn`` of a request or not. Their blocks are given back next."""
     if group.policy_at:
-        call(
-            policy_of(group).on_touch,
-            (policy_of(group).header_at, address_of(matches), np.int64(matches.shape[0]), np.int64(turn)),
-        )
+        call(policy_of(group).on_touch, (group, matches, turn))
 
 
 @jit(forceinline=True)
 def on_touched(group, matches, turn):
     """They were."""
     if group.policy_at:
-        call(
-            policy_of(group).on_touched,
-            (policy_of(group).header_at, address_of(matches), np.int64(matches.shape[0]), np.int64(turn)),
-        )
+        call(policy_of(group).on_touched, (group, matches, turn))
 
 
 @jit
@@ -251,22 +244,20 @@ def place_only_copy(group, b, device, deadline):
     side by side."""
     place(group, b, deadline)
     if group.policy_at and policy_of(group).on_join:
-        call(policy_of(group).on_join, (policy_of(group).header_at, np.int64(b), np.int64(device)))
+        call(policy_of(group).on_join, (group, b, device))
 
 
 @jit
-def on_join(at, b, device):
+def on_join(group, b, device):
     """A host block is listed with the content of a device block: it is of the same chain."""
-    group = record_at(at, GROUP)
     if blocks_of(group)[b].list != host_policy_of(group).list:
-        return np.int64(0)
+        return
     owners = owners_of(group)
     c = owners[b] = owners[device]
-    before = put_last(group, np.int64(c), b) if c != NONE else np.int64(NONE)
+    before = put_last(group, c, b) if c != NONE else NONE
     if before != NONE:
         unlink(blocks_of(group), lists_of(group), b)
         push_after(blocks_of(group), lists_of(group), b, host_policy_of(group).list, before)
-    return np.int64(0)
 
 
 @jit
@@ -326,19 +317,30 @@ def victim(group, tier, priority):
     ``choose`` also notes that the block goes, so the caller takes it.
     """
     lists, first = lists_of(group), tier * LISTS_PER_TIER
-    b = np.int64(lists[first + EMPTY, 0])
+    b = lists[first + EMPTY, 0]
     if b == NONE and tier == HOST and group.overflow == 0:
-        b = np.int64(lists[first + CLEAN, 0])
+        b = lists[first + CLEAN, 0]
     if b != NONE:
         return b
-    b = np.int64(lowest(lists, tier))
+    b = lowest(lists, tier)
     if b == NONE or blocks_of(group)[b].priority > priority:
-        return np.int64(NONE)
-    if group.policy_at:
-        policy, which = policy_of(group), blocks_of(group)[b].list
-        if policy.follows != LRU and (which == policy.list or which == host_policy_of(group).list):
-            b = call(policy.choose, (policy.header_at, np.int64(which != policy.list), np.int64(0)))
-    return b
+        return NONE
+    return _choice(group, blocks_of(group)[b].list) if _chooses(group, blocks_of(group)[b].list) else b
+
+
+@jit(forceinline=True)
+def _chooses(group, which):
+    """Whether the policy chooses the victims of a list, which has blocks."""
+    if not group.policy_at:
+        return False
+    policy = policy_of(group)
+    return policy.follows != LRU and (which == policy.list or which == host_policy_of(group).list)
+
+
+@jit(forceinline=True)
+def _choice(group, which):
+    policy = policy_of(group)
+    return call(policy.choose, (policy.header_at, which != policy.list, 0))
 
 
 @jit
@@ -348,25 +350,19 @@ def expect_victims(group, tier, count):
     LRU's do. What another policy chooses is put in front, and is of no chain any more. So it stays there until it is
     used.
     """
-    blocks, lists, last = blocks_of(group), lists_of(group), np.int64(NONE)
+    blocks, lists, last = blocks_of(group), lists_of(group), NONE
     usual = tier * LISTS_PER_TIER + DEFAULT_PRIORITY
-    if (
-        not group.policy_at
-        or policy_of(group).follows == LRU
-        or (usual != policy_of(group).list and usual != host_policy_of(group).list)
-    ):
+    if not _chooses(group, usual):
         return
     for which in range(tier * LISTS_PER_TIER, usual):
         count -= lists[which, 2]
     for _ in range(min(count, lists[usual, 2])):
-        b = call(
-            policy_of(group).choose, (policy_of(group).header_at, np.int64(usual != policy_of(group).list), np.int64(0))
-        )
+        b = _choice(group, usual)
         unlink(blocks, lists, b)
         owners_of(group)[b] = NONE
         blocks[b].prev, last = last, b
     while last != NONE:
-        b, last = last, np.int64(blocks[last].prev)
+        b, last = last, blocks[last].prev
         push(blocks, lists, b, usual, FRONT)
 
 
@@ -378,7 +374,7 @@ def take_victim(group, tier, priority):
     if tier == HOST and group.overflow and (b == NONE or cached):
         group.overflow -= 1
     if b == NONE:
-        return b, np.int64(NONE)
+        return b, NONE
     unlink(blocks_of(group), lists_of(group), b)
     if tier == HOST:
         disown(group, b)
@@ -406,8 +402,8 @@ def foresee(group, row, i):
 @jit(forceinline=True)
 def _expect_victims(group, b):
     """Prefetch what the evictions after that of ``b`` will touch. The forecast may be wrong: nothing depends on it."""
-    blocks, soon = blocks_of(group), np.int64(blocks_of(group)[b].soon)
-    later = np.int64(blocks[soon].soon)
+    blocks, soon = blocks_of(group), blocks_of(group)[b].soon
+    later = blocks[soon].soon
     prefetch(blocks, later)
     prefetch(blocks["parent0"], later)
     prefetch(array_at(group.tokens_at, (group.blocks * group.width,), np.int32), later * group.width)
@@ -442,11 +438,11 @@ def _offloads(group, takes):
     blocks, lists = blocks_of(group), lists_of(group)
     left, count = takes - empty_blocks(group, DEVICE), 0
     for which in range(lists[LOWEST + DEVICE, 0], EMPTY):
-        b = np.int64(lists[which, 0])
+        b = lists[which, 0]
         while b != NONE and left > 0:
             count += 1 if blocks[b].other_copy == NONE and should_offload(group, b) else 0
             left -= 1
-            b = np.int64(blocks[b].next)
+            b = blocks[b].next
     return count
 
 
@@ -465,7 +461,7 @@ def free_blocks(group, tier):
 @jit(forceinline=True)
 def empty_blocks(group, tier):
     """How many of them have no content."""
-    return np.int64(lists_of(group)[tier * LISTS_PER_TIER + EMPTY, 2])
+    return lists_of(group)[tier * LISTS_PER_TIER + EMPTY, 2]
 
 
 @jit
