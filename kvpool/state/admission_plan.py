@@ -3,8 +3,6 @@ computing what a prompt lacks."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.state.admit import blocks_taken, claim, unclaim
 from kvpool.state.index import agree, same_tokens
@@ -42,10 +40,10 @@ def plan(groups, requests, out, blocks, computing):
     the live sequence that is computing the most tokens that the prompt begins with and lacks, or NONE. The
     second is how many tokens the prompt could reuse after that sequence's commit.
     """
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         blocks[g] = free_blocks(group_at(groups, g), DEVICE)
     n = claim(groups, requests, out, True)
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         blocks[g] = blocks_taken(group_at(groups, g), requests, out[g], n, blocks[g])
     unclaim(groups, out, 0, n)
     token_group = 0
@@ -90,7 +88,7 @@ def _find_computing(groups, token_group, request, matched, out):
             continue
         columns = _shared_columns(groups, _shared_tokens(group, request, slot) // group.width, slot)
         if columns >= least and columns * group.width > sequence.committed:
-            out[0], out[1] = (np.int64(sequence.generation) << 32) | slot, columns * group.width
+            out[0], out[1] = (sequence.generation << 32) | slot, columns * group.width
             least = columns + 1
 
 
@@ -100,15 +98,15 @@ def _shared_tokens(group, request, slot):
     tokens."""
     sequence, row = sequences_of(group)[slot], table_of(group)[slot]
     full = sequence.committed // group.width
-    end = min(findable(request), np.int64(sequence.length))
+    end = min(findable(request), sequence.length)
     if full * group.width >= end or not _begins_with(group, request, slot, full):
-        return np.int64(0)
+        return 0
     tokens, extra = request_tokens(request), request_extra(request)
     if has_states(group):
         return _same_noted(group, slot, tokens, extra, full * group.width, end)
     same, more = full * group.width, group.width
     while same < end and more == group.width:
-        more = same_tokens(group, np.int64(row[same // group.width]), tokens, extra, same, min(group.width, end - same))
+        more = same_tokens(group, row[same // group.width], tokens, extra, same, min(group.width, end - same))
         same += more
     return same
 
@@ -132,7 +130,7 @@ def _begins_with(group, request, slot, full):
 def _same_noted(group, slot, tokens, extra, start, end):
     """The first position in [start, end) at which a prompt differs from the tokens that are noted beside a row, or
     ``end``."""
-    noted, has = row_tokens_of(group)[slot], extra.shape[0] > 0
+    noted, has = row_tokens_of(group)[slot], len(extra) > 0
     for i in range(start, end):
         if noted[i] != tokens[i]:
             return i

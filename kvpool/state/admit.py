@@ -6,8 +6,6 @@ Nothing there can fail.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import address_of, call, memcpy
 from kvpool.state.index import device_copy, look, partial_match
@@ -83,11 +81,11 @@ def write_tokens(group, b, at, tokens, extra, start, count):
     """Note the ids of ``count`` tokens of block ``b``, from its position ``at`` on. The engine writes the bytes."""
     blocks = blocks_of(group)
     memcpy(group.tokens_at + 4 * (b * group.width + at), address_of(tokens) + 4 * start, 4 * count)
-    if group.has_extra and (extra.shape[0] > 0 or blocks[b].flags & EXTRA):
+    if group.has_extra and (len(extra) > 0 or blocks[b].flags & EXTRA):
         mine, some = extra_of(group), False
         for i in range(at + count):
             if i >= at:
-                mine[b, i] = extra[start + i - at] if extra.shape[0] > 0 else 0
+                mine[b, i] = extra[start + i - at] if len(extra) > 0 else 0
             elif not blocks[b].flags & EXTRA:
                 mine[b, i] = 0
             some |= mine[b, i] != 0
@@ -100,7 +98,7 @@ def write_tokens(group, b, at, tokens, extra, start, count):
 def fill(group, requests, out, n, r):
     """Phase 2 of request ``r`` of ``n`` in one group. ``out`` is int64[n, OUTCOME]. Nothing here can fail."""
     request = request_at(requests, r)
-    slot = np.int64(slot_for(group, r))
+    slot = slot_for(group, r)
     if not finds(group):
         call(group.fill_encoded, (group, request, slot, outcome_at(out, r)))
     else:
@@ -118,8 +116,8 @@ def fill_encoded(group, request, slot, out):
     for i in range(total):
         row[i] = take_for(group, request)
         blocks[row[i]].priority, blocks[row[i]].ttl = DEFAULT_PRIORITY, NONE
-        emit_access(group, WILL_WRITE, group.stream, np.int64(row[i]))
-    out.id = (np.int64(sequence.generation) << 32) | slot
+        emit_access(group, WILL_WRITE, group.stream, row[i])
+    out.id = (sequence.generation << 32) | slot
     begin_row(group, sequence, request)
     sequence.length, sequence.blocks = request.encoder, total
     sequence.committed = sequence.cached = sequence.reused = sequence.first = 0
@@ -157,7 +155,7 @@ def onboard(group, host):
 def _onboard_for_all(group, out, n, r, i):
     """Onboard the host block that request ``r`` hits in column ``i``. All requests of the batch that hold it hold the
     device block from now on. So later evictions can use the host block: their copies come after the onboard."""
-    blocks, host = blocks_of(group), np.int64(table_of(group)[slot_for(group, r), i])
+    blocks, host = blocks_of(group), table_of(group)[slot_for(group, r), i]
     blocks[host].flags &= ~ONBOARDING
     b = onboard(group, host)
     table_of(group)[slot_for(group, r), i] = b
@@ -194,7 +192,7 @@ def _fill_new(group, request, tokens, keys, extra, width, i, out):
             emit_copy(group, out.source, b, out.partial, WITHIN if out.source < group.device_blocks else ONBOARD)
             counters_of(group).copied_blocks += 1
     start = i * width
-    count = min(width, tokens.shape[0] - start)
+    count = min(width, len(tokens) - start)
     write_tokens(group, b, 0, tokens, extra, start, count)
     if i > 0:
         blocks[b].parent0, blocks[b].parent1 = keys[i - 1, 0], keys[i - 1, 1]
@@ -232,7 +230,7 @@ def _fill_prompt(group, request, slot, batch, n, r):
         if row[i] >= group.device_blocks:
             _onboard_for_all(group, batch, n, r, i)
         if row[i] != NONE:
-            _reuse(group, request, np.int64(row[i]), i)
+            _reuse(group, request, row[i], i)
     tokens, keys, extra, width = (
         request_tokens(request),
         request_keys(group, request),
@@ -245,8 +243,8 @@ def _fill_prompt(group, request, slot, batch, n, r):
             foresee(group, row, i)
     for i in range(total if group.accesses_capacity else 0):
         if row[i] != NONE:
-            emit_access(group, WILL_READ if i < out.matched else WILL_WRITE, group.stream, np.int64(row[i]))
-    out.id = (np.int64(sequence.generation) << 32) | slot
+            emit_access(group, WILL_READ if i < out.matched else WILL_WRITE, group.stream, row[i])
+    out.id = (sequence.generation << 32) | slot
     if not request.reserves:
         _count(group, request, out)
     begin_row(group, sequence, request)
@@ -282,9 +280,9 @@ def _hold_matches(group, row, out, matched, source, n):
     for i in range(matched):
         if row[i] == NONE:
             continue
-        b = device_copy(group, np.int64(row[i]))
+        b = device_copy(group, row[i])
         if b == NONE:
-            b = np.int64(row[i])
+            b = row[i]
             host += 1
             if not blocks[b].flags & ONBOARDING:
                 blocks[b].flags |= ONBOARDING
@@ -305,7 +303,7 @@ def _unhold_matches(group, row, out):
         if row[i] == NONE:
             continue
         blocks_of(group)[row[i]].flags &= ~ONBOARDING
-        unhold(group, np.int64(row[i]))
+        unhold(group, row[i])
         row[i] = NONE
 
 
@@ -399,7 +397,7 @@ def _untime(group, row, out):
     undone to the byte."""
     for i in range(out.matched):
         if row[i] != NONE:
-            stop_clock(group, np.int64(row[i]))
+            stop_clock(group, row[i])
     if out.source != NONE:
         stop_clock(group, out.source)
 
@@ -411,13 +409,13 @@ def _claim(groups, request, slot, out, r):
     limit = findable(request) // group.width
     most = look(groups, request, limit, group.table_at + 4 * slot * group.columns, 4 * group.sequences * group.columns)
     least = group.width
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         if finds(group):
             source, n = partial_match(group, request, most)
             outcome_at(out[g], r).source, least = source, min(least, n)
-    for g in range(groups.shape[0]):
-        group, reusable, source = group_at(groups, g), np.int64(0), np.int64(NONE)
+    for g in range(len(groups)):
+        group, reusable, source = group_at(groups, g), 0, NONE
         if finds(group):
             reusable, source = most, outcome_at(out[g], r).source if least > 0 else source
         _hold_matches(group, table_of(group)[slot], outcome_at(out[g], r), reusable, source, least)
@@ -426,7 +424,7 @@ def _claim(groups, request, slot, out, r):
 @jit
 def _short(groups, requests, out, n):
     """A group without room for the first ``n`` claimed requests, or NONE."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         if not _fits(group_at(groups, g), requests, out[g], n):
             return g
     return NONE
@@ -435,21 +433,21 @@ def _short(groups, requests, out, n):
 @jit
 def _give_up_partials(groups, requests, out, n):
     """When blocks are short, a partial match that one group gives up is given up in the others too."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         _give_up(group_at(groups, g), requests, out[g], n)
-    for r in range(n if groups.shape[0] > 1 else 0):
-        least = np.int64(group_at(groups, 0).width)
-        for g in range(groups.shape[0]):
+    for r in range(n if len(groups) > 1 else 0):
+        least = group_at(groups, 0).width
+        for g in range(len(groups)):
             if finds(group_at(groups, g)):
                 least = min(least, outcome_at(out[g], r).partial)
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             outcome_at(out[g], r).partial = least
 
 
 @jit
 def _overflow(group, requests, out, n):
     """How many contents the host forgets for a claimed batch. Changes nothing."""
-    onboards, takes = np.int64(0), _needed(group, requests, out, n)
+    onboards, takes = 0, _needed(group, requests, out, n)
     for r in range(n):
         onboards += outcome_at(out, r).onboards
         takes -= outcome_at(out, r).takes
@@ -459,7 +457,7 @@ def _overflow(group, requests, out, n):
 @jit
 def _fill(groups, requests, out, n, now_ms):
     """Phase 2: take blocks for claimed requests that fit. Nothing here can fail."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         for r in range(n):
             _untime(group, table_of(group)[slot_for(group, r)], outcome_at(out[g], r))
@@ -479,7 +477,7 @@ def _fill(groups, requests, out, n, now_ms):
 def unclaim(groups, out, first, last):
     """Undo phase 1 of the requests [first, last), which are the last of a batch, to the byte."""
     for r in range(last - 1, first - 1, -1):
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             group = group_at(groups, g)
             _unhold_matches(group, table_of(group)[slot_for(group, r)], outcome_at(out[g], r))
 
@@ -488,7 +486,7 @@ def unclaim(groups, out, first, last):
 def claim(groups, requests, out, allow_partial):
     """Phase 1 of a batch, or with ``allow_partial`` of the largest number of its first requests that fits. Writes the
     results of each request to ``out``, except its id. Returns and refuses as ``admit`` does."""
-    n = requests.shape[0]
+    n = len(requests)
     first = group_at(groups, 0)
     reason, group = SHORT_OF_BLOCKS, 0
     if n > first.free_rows:
@@ -507,12 +505,12 @@ def claim(groups, requests, out, allow_partial):
         unclaim(groups, out, last - 1, n)
         n = last - 1
     if n == 0:
-        return np.int64(0) if allow_partial or requests.shape[0] == 0 else refuse(groups, group, reason)
+        return 0 if allow_partial or len(requests) == 0 else refuse(groups, group, reason)
     _give_up_partials(groups, requests, out, n)
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         for r in range(n):
             _write_results(group_at(groups, g), request_at(requests, r), outcome_at(out[g], r))
-    return np.int64(n)
+    return n
 
 
 @jit

@@ -7,8 +7,6 @@ later, or has computed a second time, would bring the content back.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.state.admit import write_tokens
 from kvpool.state.index import begun_tail, device_copy, find_key, host_copy
@@ -50,12 +48,12 @@ from kvpool.state.tiers import EXPIRIES_PER_CALL, UPDATED, begin, emit, enter, e
 @jit
 def _erase(group, b):
     """Remove the cached content of block ``b`` from the index on both tiers."""
-    device = np.int64(device_copy(group, b))
+    device = device_copy(group, b)
     if device == NONE:
         forget(group, b, NONE)
         on_change(group, b)
     else:
-        forget_both(group, device, np.int64(blocks_of(group)[device].other_copy))
+        forget_both(group, device, blocks_of(group)[device].other_copy)
         on_change(group, device)
     counters_of(group).forgotten_by_call_blocks += 1
 
@@ -63,7 +61,7 @@ def _erase(group, b):
 @jit
 def _withdraw(groups, slot):
     """Have a sequence or a reservation publish nothing from now on, in all groups."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         sequence = sequences_of(group_at(groups, g))[slot]
         sequence.private, sequence.duplicates = 1, NONE
 
@@ -72,32 +70,32 @@ def _withdraw(groups, slot):
 def forget_namespace(groups, namespace, now_ms):
     """Forget all content of a namespace. Returns how many contents, counted in each group. Looks at every block."""
     done = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         begin(group, now_ms)
         blocks = blocks_of(group)
         for b in range(group.blocks if finds(group) else 0):
             if blocks[b].flags & INDEXED and blocks[b].namespace == namespace:
-                _erase(group, np.int64(b))
+                _erase(group, b)
                 done += 1
     first = group_at(groups, 0)
     for slot in range(first.sequences):
         if sequences_of(first)[slot].live and sequences_of(first)[slot].namespace == namespace:
             _withdraw(groups, slot)
-    return np.int64(done)
+    return done
 
 
 @jit
 def _is_among(key0, key1, keys):
     """Whether a key is one of ``keys`` int64[n, 2], which are sorted."""
-    low, high = 0, keys.shape[0]
+    low, high = 0, len(keys)
     while low < high:
         at = (low + high) // 2
         if keys[at, 0] < key0 or (keys[at, 0] == key0 and keys[at, 1] < key1):
             low = at + 1
         else:
             high = at
-    return low < keys.shape[0] and keys[low, 0] == key0 and keys[low, 1] == key1
+    return low < len(keys) and keys[low, 0] == key0 and keys[low, 1] == key1
 
 
 @jit
@@ -118,10 +116,10 @@ def forget_keys(groups, keys, ordered, now_ms):
     """Forget the contents of ``keys`` int64[n, 2] in all groups. Returns how many. ``ordered``: the same keys,
     sorted."""
     done = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         begin(group, now_ms)
-        for i in range(keys.shape[0] if finds(group) else 0):
+        for i in range(len(keys) if finds(group) else 0):
             b = find_key(group, keys[i, 0], keys[i, 1])
             if b != NONE:
                 _erase(group, b)
@@ -129,11 +127,11 @@ def forget_keys(groups, keys, ordered, now_ms):
     for slot in range(group_at(groups, 0).sequences):
         if sequences_of(group_at(groups, 0))[slot].live:
             some = False
-            for g in range(groups.shape[0]):
+            for g in range(len(groups)):
                 some |= finds(group_at(groups, g)) and _holds_some(group_at(groups, g), slot, ordered)
             if some:
                 _withdraw(groups, slot)
-    return np.int64(done)
+    return done
 
 
 @jit
@@ -141,7 +139,7 @@ def forget_prompt(groups, requests, keys, ordered, now_ms):
     """``forget_keys`` for the ``keys`` of a prompt, and for stored tails with which its remaining tokens begin."""
     done, request = forget_keys(groups, keys, ordered, now_ms), request_at(requests, 0)
     tokens, extra = request_tokens(request), request_extra(request)
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         start, i = 0, 0
         while finds_parts(group) and start < request.length:
@@ -152,7 +150,7 @@ def forget_prompt(groups, requests, keys, ordered, now_ms):
             else:
                 _erase(group, b)
                 done += 1
-    return np.int64(done)
+    return done
 
 
 @jit
@@ -163,18 +161,18 @@ def set_priority(groups, keys, priority, ttl, now_ms):
     If content is on both tiers, its other copy gets them when it becomes the only one.
     """
     done = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         begin(group, now_ms)
-        for i in range(keys.shape[0] if finds(group) else 0):
+        for i in range(len(keys) if finds(group) else 0):
             b = find_key(group, keys[i, 0], keys[i, 1])
             if b != NONE:
-                device = np.int64(device_copy(group, b))
+                device = device_copy(group, b)
                 b = b if device == NONE else device
                 if set_retention(group, b, priority, ttl):
                     emit(group, UPDATED, b)
                 done += 1
-    return np.int64(done)
+    return done
 
 
 # -- for the storage manager ------------------------------------------------------------------------
@@ -188,7 +186,7 @@ def evict_first(groups, g, keys, alone, now_ms):
     group = group_at(groups, g)
     begin(group, now_ms)
     moved = 0
-    for i in range(keys.shape[0] - 1, -1, -1):
+    for i in range(len(keys) - 1, -1, -1):
         b = find_key(group, keys[i, 0], keys[i, 1])
         b = NONE if b == NONE else host_copy(group, b)
         if b != NONE and (alone or blocks_of(group)[b].other_copy != NONE) and evict_next(group, b):
@@ -205,7 +203,7 @@ ANY_TIER = -1
 @jit
 def pin_block(group, b):
     blocks = blocks_of(group)
-    if change_word(blocks, np.int64(b), np.int64(0), np.int64(1)) == 1 << 32:
+    if change_word(blocks, b, 0, 1) == 1 << 32:
         stop_clock(group, b)
         unlist(group, b)
 
@@ -215,25 +213,25 @@ def _copy_on(group, key0, key1, tier):
     """The block of a key on ``tier``, NONE if there is none. With ANY_TIER, the host copy is preferred."""
     b = find_key(group, key0, key1)
     if b == NONE:
-        return np.int64(NONE)
+        return NONE
     device, host = device_copy(group, b), host_copy(group, b)
-    return np.int64(device if tier == DEVICE or (tier == ANY_TIER and host == NONE) else host)
+    return device if tier == DEVICE or (tier == ANY_TIER and host == NONE) else host
 
 
 @jit
 def cached(groups, keys, tier, out):
     """Whether each group has a block of each key (int64[n, 2]) on ``tier``, into ``out`` bool[groups, n]."""
-    for g in range(groups.shape[0]):
-        for i in range(keys.shape[0]):
+    for g in range(len(groups)):
+        for i in range(len(keys)):
             out[g, i] = _copy_on(group_at(groups, g), keys[i, 0], keys[i, 1], tier) != NONE
 
 
 @jit
 def cached_in(groups, keys, namespace, out):
     """Whether some group has cached content of each key (int64[n, 2]) in a namespace, into ``out`` bool[n]."""
-    for i in range(keys.shape[0]):
+    for i in range(len(keys)):
         out[i] = False
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             b = find_key(group_at(groups, g), keys[i, 0], keys[i, 1])
             out[i] |= b != NONE and blocks_of(group_at(groups, g))[b].namespace == namespace
 
@@ -242,9 +240,9 @@ def cached_in(groups, keys, namespace, out):
 def _complete(groups, only, keys, out):
     """The place of the first key that is missing: a group with attention to all tokens lacks it, or all groups do. NONE
     if none is. ``only``: the one group to look at, or NONE for all."""
-    for i in range(keys.shape[0]):
+    for i in range(len(keys)):
         holders = 0
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             if out[g, i] != NONE:
                 holders += 1
             elif needs_all(group_at(groups, g)) and only == NONE:
@@ -261,16 +259,16 @@ def pin_keys(groups, only, keys, tier, out):
 
     Returns 0. Or returns NOT_FOUND; then ``detail`` has the place of the first missing key, and nothing has changed.
     """
-    for g in range(groups.shape[0]):
-        for i in range(keys.shape[0]):
+    for g in range(len(groups)):
+        for i in range(len(keys)):
             asked = only == NONE or only == g
             out[g, i] = _copy_on(group_at(groups, g), keys[i, 0], keys[i, 1], tier) if asked else NONE
     missing = _complete(groups, only, keys, out)
     if missing != NONE:
         group_at(groups, 0).detail = missing
         return NOT_FOUND
-    for g in range(groups.shape[0]):
-        for i in range(keys.shape[0]):
+    for g in range(len(groups)):
+        for i in range(len(keys)):
             if out[g, i] != NONE:
                 pin_block(group_at(groups, g), out[g, i])
                 out[g, i] = pool_id(group_at(groups, g), out[g, i])
@@ -281,7 +279,7 @@ def pin_keys(groups, only, keys, tier, out):
 def pin_blocks(groups, ids):
     """Pin blocks by id. Each must be held or cached. Returns 0. Or returns NOT_FOUND; then ``detail`` has the place of
     the block, and nothing has changed."""
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         g, b = place_of(groups, ids[i])
         bad = g == NONE
         if not bad:
@@ -290,7 +288,7 @@ def pin_blocks(groups, ids):
         if bad:
             group_at(groups, 0).detail = i
             return NOT_FOUND
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         g, b = place_of(groups, ids[i])
         pin_block(group_at(groups, g), b)
     return 0
@@ -299,18 +297,18 @@ def pin_blocks(groups, ids):
 @jit(nogil=False)
 def unpin(groups, ids, now_ms):
     """Drop one pin of each block. A block that nobody holds then joins the list of its content."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         begin(group_at(groups, g), now_ms)
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         g, b = place_of(groups, ids[i])
-        if change_word(blocks_of(group_at(groups, g)), b, np.int64(0), np.int64(-1)) == 0:
+        if change_word(blocks_of(group_at(groups, g)), b, 0, -1) == 0:
             on_release(group_at(groups, g), b, BACK)
 
 
 @jit(nogil=False)
 def end_pins(groups, ids, now_ms):
     """``unpin``, and fill ``ids`` with NONE, so that a second call does nothing."""
-    if ids.shape[0] and ids[0] != NONE:
+    if len(ids) and ids[0] != NONE:
         unpin(groups, ids, now_ms)
         ids[:] = NONE
 
@@ -331,21 +329,21 @@ def take_missing(groups, g, requests, first, priority, out, held, now_ms):
     blocks, keys = blocks_of(group), request_keys(group, request)
     begin(group, now_ms)
     expire(group, EXPIRIES_PER_CALL)
-    evicts = empty_blocks(group, HOST) < out.shape[0]
-    for i in range(held.shape[0] if evicts else 0):
+    evicts = empty_blocks(group, HOST) < len(out)
+    for i in range(len(held) if evicts else 0):
         b = find_key(group, keys[i, 0], keys[i, 1])
         held[i] = NONE if b == NONE else host_copy(group, b)
         if held[i] != NONE:
             pin_block(group, held[i])
     room = True
-    for i in range(out.shape[0]):
+    for i in range(len(out)):
         out[i] = NONE
         if room and find_key(group, keys[first + i, 0], keys[first + i, 1]) == NONE:
             b = take_host(group, priority)
             room = b != NONE
             if room:
                 blocks[b].filled, blocks[b].uses, blocks[b].ticket, blocks[b].ttl = 0, 0, NONE, NONE
-                change_word(blocks, np.int64(b), np.int64(0), np.int64(1))
+                change_word(blocks, b, 0, 1)
                 out[i] = b
 
 
@@ -357,7 +355,7 @@ def publish_taken(groups, g, requests, first, priority, ids, now_ms):
     blocks, keys = blocks_of(group), request_keys(group, request)
     begin(group, now_ms)
     published = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         b, at = ids[i], first + i
         if b == NONE or find_key(group, keys[at, 0], keys[at, 1]) != NONE:
             continue
@@ -368,4 +366,4 @@ def publish_taken(groups, g, requests, first, priority, ids, now_ms):
         blocks[b].flags |= KEYED
         enter(group, b, PUBLISHED)
         published += 1
-    return np.int64(published)
+    return published

@@ -6,8 +6,6 @@ do beams, whose parents are reordered.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import array_at, prefetch
 from kvpool.state.admit import write_tokens
@@ -85,7 +83,7 @@ def copies(group, ids, counts):
     """
     blocks, sequences = blocks_of(group), sequences_of(group)
     n = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot = slot_of(ids[i])
         b = unfull(group, slot)
         if counts[i] > 0 and b != NONE and blocks[b].ref_word & REFS > 1:
@@ -100,7 +98,7 @@ def copies(group, ids, counts):
 def restore_marked(group, ids):
     """Add the references again that a count has dropped: those of marked sequences on their last block. Removes the
     marks."""
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot = slot_of(ids[i])
         if sequences_of(group)[slot].mark:
             add_reference(blocks_of(group), unfull(group, slot))
@@ -155,7 +153,7 @@ def fork(group, ids, out):
     """
     top = group.free_rows
     sequences, table = sequences_of(group), table_of(group)
-    for i in range(out.shape[0]):
+    for i in range(len(out)):
         slot = slot_of(ids[i])
         parent = sequences[slot]
         parent.forked = 1
@@ -168,10 +166,10 @@ def fork(group, ids, out):
             for j in range(parent.blocks):
                 table[row, j] = table[slot, j]
                 if table[row, j] != NONE:
-                    add_reference(blocks_of(group), np.int64(table[row, j]))
+                    add_reference(blocks_of(group), table[row, j])
             if has_states(group):
                 copy_row(group, slot, row)
-            out[i, k] = (np.int64(sequences[row].generation) << 32) | row
+            out[i, k] = (sequences[row].generation << 32) | row
         if out.shape[1]:
             _follow(group, group.stream, parent.stream)
     group.free_rows = top
@@ -185,25 +183,25 @@ def reorder(group, ids, parents, store, before, scratch):
     Scratch memory: SEQUENCE[n] at the address ``before``, and ``scratch`` int64[3, n]. The ids were checked.
     """
     scratch[:] = 0
-    sequences, old = sequences_of(group), array_at(before, (ids.shape[0],), SEQUENCE)
+    sequences, old = sequences_of(group), array_at(before, (len(ids),), SEQUENCE)
     slots, children, longest = scratch[0], scratch[1], 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slots[i] = slot_of(ids[i])
         children[parents[i]] += 1
         stream_of(group, slots[i])
-        longest = max(longest, np.int64(sequences[slots[i]].blocks))
-    for i in range(ids.shape[0]):
+        longest = max(longest, sequences[slots[i]].blocks)
+    for i in range(len(ids)):
         if store and children[i] == 0:
             retry_duplicates(group, slots[i])
     for j in range(longest - 1, -1, -1):
         _reorder_column(group, j, slots, parents, store, scratch[2])
     if has_states(group):
         reorder_rows(group, slots, parents, scratch[2])
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         old[i] = sequences[slots[i]]
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         parent = old[parents[i]]
-        _follow(group, np.int64(parent.stream), np.int64(old[i].stream))
+        _follow(group, parent.stream, old[i].stream)
         _become(sequences, slots[i], old, parents[i])
         if children[parents[i]] > 1:
             sequences[slots[i]].forked = 1
@@ -214,17 +212,17 @@ def _reorder_column(group, j, slots, parents, store, column):
     """Block ``j`` of each row becomes its parent's. New holds come first, so that only blocks from which nobody
     continues are let go of."""
     table = table_of(group)
-    for i in range(slots.shape[0]):
+    for i in range(len(slots)):
         column[i] = table[slots[i], j]
-    for i in range(slots.shape[0]):
+    for i in range(len(slots)):
         b = column[parents[i]]
         if b != column[i]:
             table[slots[i], j] = b
             if b != NONE:
                 add_reference(blocks_of(group), b)
-    for i in range(slots.shape[0]):
+    for i in range(len(slots)):
         if column[i] != NONE and column[i] != column[parents[i]]:
-            stream = np.int64(sequences_of(group)[slots[i]].stream)
+            stream = sequences_of(group)[slots[i]].stream
             give_back(group, slots[i], j, column[i], stream, store, stored_tail(group, slots[i], store))
 
 
@@ -236,7 +234,7 @@ def append_need(group, ids, counts):
     """The blocks that appending ``counts`` tokens takes, with copies of shared ones, or the error. The ids were
     checked."""
     need = forked = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         sequence = sequences_of(group)[slot_of(ids[i])]
         forked |= sequence.forked
         more = blocks_for(group, sequence.length + counts[i])
@@ -278,14 +276,14 @@ def _append(group, slot, tokens, start, count):
 @jit
 def expect_ends(group, ids):
     """Begin to load the last blocks of several sequences, and the ids of their tokens: each is somewhere else."""
-    for i in range(ids.shape[0] if ids.shape[0] > 1 else 0):
+    for i in range(len(ids) if len(ids) > 1 else 0):
         sequence = sequences_of(group)[slot_of(ids[i])]
         prefetch(table_of(group)[slot_of(ids[i])], sequence.blocks - 1)
-    for i in range(ids.shape[0] if ids.shape[0] > 1 else 0):
+    for i in range(len(ids) if len(ids) > 1 else 0):
         sequence = sequences_of(group)[slot_of(ids[i])]
-        b = np.int64(table_of(group)[slot_of(ids[i]), max(sequence.blocks - 1, 0)])
+        b = table_of(group)[slot_of(ids[i]), max(sequence.blocks - 1, 0)]
         prefetch(blocks_of(group), b)
-        prefetch(tokens_of(group)[b], np.int64(0))
+        prefetch(tokens_of(group)[b], 0)
 
 
 @jit
@@ -294,7 +292,7 @@ def append(group, ids, counts, tokens):
     ``append_need``."""
     expect_ends(group, ids)
     start = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         _append(group, slot_of(ids[i]), tokens, start, counts[i])
         start += counts[i]
 
@@ -311,7 +309,7 @@ def _shorten(group, slot, length):
     """After a rewind, make the last block of a sequence its own again: a block with a key is never written."""
     blocks, row = blocks_of(group), table_of(group)[slot]
     i, keep = length // group.width, length % group.width
-    b = np.int64(row[i])
+    b = row[i]
     if shared(group, slot, i):
         row[i] = private_copy(group, b, keep)
         return
@@ -335,7 +333,7 @@ def rewind_need(group, ids, counts):
     """The blocks that dropping the last ``counts`` tokens of each sequence takes for copies, or the error. The ids were
     checked."""
     need, free = 0, free_blocks(group, DEVICE)
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot = slot_of(ids[i])
         length = sequences_of(group)[slot].length
         if counts[i] > length:
@@ -358,7 +356,7 @@ def rewinding(drop_tokens):
 
     @jit
     def rewind(group, ids, counts):
-        for i in range(ids.shape[0]):
+        for i in range(len(ids)):
             slot = slot_of(ids[i])
             stream = stream_of(group, slot)
             if counts[i] > 0:
@@ -382,11 +380,11 @@ def rewind_one(group, slot, count, stream):
     # The tokens that stay may be copied now, committed or not. The engine wrote them, except what this same call has
     # copied.
     if length % group.width and blocks[row[keep - 1]].ticket != group.ticket:
-        emit_access(group, WROTE, stream, np.int64(row[keep - 1]))
+        emit_access(group, WROTE, stream, row[keep - 1])
     give_columns(group, slot, keep, sequence.blocks, FRONT)
     if length % group.width:
         _shorten(group, slot, length)
-        emit_access(group, WILL_WRITE, stream, np.int64(row[keep - 1]))
+        emit_access(group, WILL_WRITE, stream, row[keep - 1])
     full = length // group.width
     sequence.length, sequence.blocks = length, keep
     note_dropped(sequence, count)
@@ -409,12 +407,12 @@ def draft_error(group, ids, drafts, accepted, counts):
     The ids were checked.
     """
     start = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         sequence = sequences_of(group)[slot_of(ids[i])]
         if drafts[i] > sequence.length - sequence.committed:
             group.detail, group.bound = i, sequence.length - sequence.committed
             return BAD_DRAFTS
-        least = np.int64(0)
+        least = 0
         for j in range(start, start + counts[i]):
             if accepted[j] < least or accepted[j] >= drafts[i]:
                 group.detail, group.bound = j, drafts[i]
@@ -446,7 +444,7 @@ def _shared_between(group, slot, first, end):
 def _copies(group, ids, drafts, accepted, counts):
     """How many blocks have to be copied because others hold them too, and whether any token has to move."""
     need, start, moving = 0, 0, False
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot, gap = slot_of(ids[i]), gap_of(accepted, start, counts[i])
         base = sequences_of(group)[slot].length - drafts[i]
         end = base + counts[i]
@@ -467,7 +465,7 @@ def _move_token(group, source, at, target, to):
     if not group.has_extra:
         return
     extra = extra_of(group)
-    extra_id = extra[source, at] if blocks[source].flags & EXTRA else np.int64(0)
+    extra_id = extra[source, at] if blocks[source].flags & EXTRA else 0
     if extra_id != 0 and not blocks[target].flags & EXTRA:
         for i in range(group.width):
             extra[target, i] = 0
@@ -485,21 +483,21 @@ def _gather(group, slot, base, accepted, gap, stream):
     """
     blocks, row, width = blocks_of(group), table_of(group)[slot], group.width
     length = sequences_of(group)[slot].length
-    for i in range((base + gap) // width, (base + accepted.shape[0] - 1) // width + 1):
+    for i in range((base + gap) // width, (base + len(accepted) - 1) // width + 1):
         if shared(group, slot, i):
-            emit_access(group, WROTE, stream, np.int64(row[i]))
-            row[i] = private_copy(group, np.int64(row[i]), min(width, length - i * width))
+            emit_access(group, WROTE, stream, row[i])
+            row[i] = private_copy(group, row[i], min(width, length - i * width))
         if blocks[row[i]].flags & PUBLISHED:  # by a fork that has committed it, and has gone
-            forget(group, np.int64(row[i]), NONE)
+            forget(group, row[i], NONE)
         blocks[row[i]].flags &= ~KEYED
         blocks[row[i]].ticket = group.ticket  # if that decision fails, these tokens are lost
-        emit_access(group, WILL_WRITE, stream, np.int64(row[i]))
+        emit_access(group, WILL_WRITE, stream, row[i])
     moves, n = token_moves_of(group), group.token_moves
-    if n + accepted.shape[0] - gap > group.token_moves_capacity:
+    if n + len(accepted) - gap > group.token_moves_capacity:
         raise RuntimeError("more token moves than one call can make")
-    for j in range(gap, accepted.shape[0]):
+    for j in range(gap, len(accepted)):
         place, to = base + accepted[j], base + j
-        source, target = np.int64(row[place // width]), np.int64(row[to // width])
+        source, target = row[place // width], row[to // width]
         _move_token(group, source, place % width, target, to % width)
         moves[n, 0], moves[n, 1] = stream, slot
         moves[n, 2], moves[n, 3] = source * width + place % width, target * width + to % width
@@ -512,7 +510,7 @@ def _drop(group, ids, drafts, accepted, counts, moved):
     """Drop the rejected drafts: with ``moved``, of the sequences in which a token moves, else of the others. Returns
     blocks copied."""
     start = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot = slot_of(ids[i])
         if counts[i] < drafts[i] and (gap_of(accepted, start, counts[i]) < counts[i]) == moved:
             rewind_one(group, slot, drafts[i] - counts[i], stream_of(group, slot))
@@ -540,7 +538,7 @@ def accept_drafts(group, ids, drafts, accepted, counts, dropped):
         rewind(group, ids, dropped)
         return
     start = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot, gap = slot_of(ids[i]), gap_of(accepted, start, counts[i])
         if gap < counts[i]:
             base = sequences_of(group)[slot].length - drafts[i]

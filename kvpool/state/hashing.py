@@ -77,7 +77,7 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     ids.
     """
     v0, v1, v2, v3 = _begin(secret0, secret1)
-    n = tokens.shape[0]
+    n = len(tokens)
     for i in range(n >> 1):
         word = U(np.uint32(tokens[2 * i])) | (U(np.uint32(tokens[2 * i + 1])) << U(32))
         v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, word)
@@ -85,10 +85,10 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     if n & 1:
         tail |= U(np.uint32(tokens[n - 1]))
     some = False
-    for i in range(extra.shape[0]):
+    for i in range(len(extra)):
         some |= extra[i] != 0
     if some:
-        for i in range(extra.shape[0]):
+        for i in range(len(extra)):
             v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))
     return _end(v0, v1, v2, v3, tail, parent0, parent1, guards)
 

@@ -71,21 +71,21 @@ ABSENT, HERE, WAITING = constants(0, 1, 2)
 @jit(forceinline=True)
 def _flat(words):
     """All rows of words as one flat array."""
-    return array_at(address_of(words), (words.shape[0] * KEY_WORDS,), np.int32)
+    return array_at(address_of(words), (len(words) * KEY_WORDS,), np.int32)
 
 
 @jit(forceinline=True)
 def _size(sizes, i):
-    return sizes[0] if sizes.shape[0] == 1 else sizes[i]
+    return sizes[0] if len(sizes) == 1 else sizes[i]
 
 
 @jit
 def _write_words(data, sizes, words):
     """Write the words of each key."""
     flat, source = _flat(words), address_of(data)
-    for k in range(flat.shape[0]):
+    for k in range(len(flat)):
         flat[k] = 0
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         size = _size(sizes, i)
         flat[i * KEY_WORDS] = size
         memcpy(address_of(words) + 4 * (i * KEY_WORDS + 1), source, size)
@@ -102,11 +102,11 @@ def _find(group, identity, words, matches, i):
 def locate(group, identity, data, sizes, words, matches):
     """Write the words, the hash and the block of each key; NONE means no block."""
     _write_words(data, sizes, words)
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         key = key_in(group, words[i], no_extra(group), identity[1], identity[2])
         matches[i, 0], matches[i, 1] = key[0], key[1]
         expect(group, key[0])
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         matches[i, 2] = _find(group, identity, words, matches, i)
 
 
@@ -126,7 +126,7 @@ def lookup(groups, identity, data, sizes, words, matches, answers):
     """Write ABSENT, HERE or WAITING for each key into ``answers`` uint8[n]. Changes nothing else."""
     group = group_at(groups, 0)
     locate(group, identity, data, sizes, words, matches)
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         answers[i] = _answer(group, matches[i, 2])
 
 
@@ -144,13 +144,13 @@ def set_priority(groups, identity, data, sizes, words, matches, priority, ttl, n
     group, done = group_at(groups, 0), 0
     locate(group, identity, data, sizes, words, matches)
     begin(group, now_ms)
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         b = matches[i, 2]
         if _answer(group, b) == HERE:
             if set_retention(group, b, priority, ttl):
                 emit(group, UPDATED, b)
             done += 1
-    return np.int64(done)
+    return done
 
 
 # -- pending ------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def _take(group, identity, words, matches, i, priority, ttl, evicted, count):
     block.priority, block.ttl = priority, ttl
     block.flags = KEYED | PENDING
     link(group, b)
-    change_word(blocks, np.int64(b), np.int64(0), np.int64(1))
+    change_word(blocks, b, 0, 1)
     matches[i, 2] = b
     return count
 
@@ -192,11 +192,11 @@ def reserve(groups, identity, data, sizes, words, matches, priority, ttl, now_ms
     needed (a key that is named twice counts twice), and ``matches[0, 1]`` the number available.
     """
     group = group_at(groups, 0)
-    blocks, n = blocks_of(group), words.shape[0]
+    blocks, n = blocks_of(group), len(words)
     locate(group, identity, data, sizes, words, matches)
     begin(group, now_ms)
     expire(group, EXPIRIES_PER_CALL)
-    need, free = np.int64(0), host_room(group, priority)
+    need, free = 0, host_room(group, priority)
     for i in range(n):
         b = matches[i, 2]
         if b == NONE:
@@ -205,12 +205,12 @@ def reserve(groups, identity, data, sizes, words, matches, priority, ttl, now_ms
             free -= 1
     if need > free:
         matches[0, 0], matches[0, 1] = need, max(free, 0)
-        return np.int64(SHORT_OF_BLOCKS)
+        return SHORT_OF_BLOCKS
     for i in range(n):
         if matches[i, 2] != NONE and blocks[matches[i, 2]].flags & PUBLISHED:
             on_hit(group, matches[i, 2])
             pin_block(group, matches[i, 2])
-    count, taken = 0, np.int64(0)
+    count, taken = 0, 0
     for i in range(n):  # the hash of a key is not needed after this: column 1 says whether its block was taken
         if matches[i, 2] == NONE and _find(group, identity, words, matches, i) == NONE:
             count = _take(group, identity, words, matches, i, priority, ttl, evicted, count)
@@ -226,12 +226,12 @@ def reserve(groups, identity, data, sizes, words, matches, priority, ttl, now_ms
     counters_of(group).missed_blocks += taken
     if n > 0:
         matches[0, 0] = taken
-    return np.int64(count)
+    return count
 
 
 @jit(forceinline=True)
 def _unpin(group, b, front):
-    if change_word(blocks_of(group), np.int64(b), np.int64(0), np.int64(-1)) == 0:
+    if change_word(blocks_of(group), b, 0, -1) == 0:
         on_release(group, b, front)
 
 
@@ -248,12 +248,12 @@ def _locate_pending(group, identity, data, sizes, words, matches):
     """Call ``locate``. Returns 0, or NOT_FOUND if a key is not pending: ``matches[0, 0]`` is the place of the
     first one."""
     locate(group, identity, data, sizes, words, matches)
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         b = matches[i, 2]
         if b == NONE or not blocks_of(group)[b].flags & PENDING:
             matches[0, 0] = i
-            return np.int64(NOT_FOUND)
-    return np.int64(0)
+            return NOT_FOUND
+    return 0
 
 
 @jit
@@ -266,7 +266,7 @@ def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
         return error
     begin(group, now_ms)
     published = dropped = 0
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         b = matches[i, 2]
         block = blocks[b]
         if not block.flags & PENDING:  # named twice
@@ -280,17 +280,17 @@ def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
             _drop(group, b)
             matches[i, 2] = NONE
             dropped += 1
-    for n in range(words.shape[0]):
-        i = nth_released(n, words.shape[0])
+    for n in range(len(words)):
+        i = nth_released(n, len(words))
         if matches[i, 2] != NONE:
             _unpin(group, matches[i, 2], BACK)
     counters = counters_of(group)
     if not publishes:
         counters.lost_blocks += dropped
-        return np.int64(dropped)
+        return dropped
     counters.offloaded_blocks += published
     counters.forgotten_host_blocks += dropped
-    return np.int64(published)
+    return published
 
 
 @jit(nogil=False)
@@ -324,30 +324,30 @@ def pin(groups, identity, data, sizes, words, matches, now_ms):
     NOT_FOUND and changes nothing: ``matches[0, 0]`` is the place of the first one."""
     group = group_at(groups, 0)
     locate(group, identity, data, sizes, words, matches)
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         if _answer(group, matches[i, 2]) != HERE:
             matches[0, 0] = i
-            return np.int64(NOT_FOUND)
+            return NOT_FOUND
     begin(group, now_ms)
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         _use(group, matches[i, 2])
         pin_block(group, matches[i, 2])
-    counters_of(group).reused_host_blocks += words.shape[0]
-    return np.int64(0)
+    counters_of(group).reused_host_blocks += len(words)
+    return 0
 
 
 @jit(nogil=False)
 def end_lease(groups, held, before, now_ms):
     """Unpin the blocks of a lease, ``held`` int64[n]. It is filled with NONE, so that a second call does nothing.
     ``before`` has rows if the blocks were not used: see ``put_back``."""
-    if held.shape[0] == 0 or held[0] == NONE:
-        return np.int64(0)
+    if len(held) == 0 or held[0] == NONE:
+        return 0
     unpin(groups, held, now_ms)
-    if before.shape[0] > 0:
-        put_back(groups, np.int64(0), held, before)
-    for i in range(held.shape[0]):
+    if len(before) > 0:
+        put_back(groups, 0, held, before)
+    for i in range(len(held)):
         held[i] = NONE
-    return np.int64(0)
+    return 0
 
 
 @jit(nogil=False)
@@ -358,7 +358,7 @@ def touch(groups, identity, data, sizes, words, matches, turn, now_ms):
     locate(group, identity, data, sizes, words, matches)
     begin(group, now_ms)
     touched = 0
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         if _answer(group, matches[i, 2]) == HERE:
             touched += 1
             if group.policy_at:
@@ -367,7 +367,7 @@ def touch(groups, identity, data, sizes, words, matches, turn, now_ms):
             matches[i, 2] = NONE
     if touched > 0:
         on_touch(group, matches, turn)
-    for i in range(words.shape[0] - 1, -1, -1):
+    for i in range(len(words) - 1, -1, -1):
         b = matches[i, 2]
         if b != NONE:
             _use(group, b)
@@ -377,7 +377,7 @@ def touch(groups, identity, data, sizes, words, matches, turn, now_ms):
                 on_change(group, b)
     if touched > 0:
         on_touched(group, matches, turn)
-    return np.int64(touched)
+    return touched
 
 
 @jit
@@ -400,11 +400,11 @@ def forget_keys(groups, identity, data, sizes, words, matches, now_ms):
     locate(group, identity, data, sizes, words, matches)
     begin(group, now_ms)
     forgotten = 0
-    for i in range(words.shape[0]):
+    for i in range(len(words)):
         b = _find(group, identity, words, matches, i)
         if b != NONE:
             forgotten += 1 if _forget(group, b) else 0
-    return np.int64(forgotten)
+    return forgotten
 
 
 @jit
@@ -417,10 +417,10 @@ def clear(groups, now_ms):
         if blocks[b].flags & PENDING:
             blocks[b].flags |= LOST
         elif blocks[b].flags & PUBLISHED:
-            unlink_content(group, np.int64(b), NONE)
+            unlink_content(group, b, NONE)
             blocks[b].flags &= ~INDEXED
             counters_of(group).forgotten_host_blocks += 1
-            on_change(group, np.int64(b))
+            on_change(group, b)
     group.generation += 1
     emit_cleared(group)
-    return np.int64(0)
+    return 0

@@ -60,16 +60,16 @@ def expect(group, key0):
 @jit(forceinline=True)
 def expect_found(group, key0):
     """Begin to load what stands where a key is looked for. ``expect`` was called some time ago."""
-    prefetch(blocks_of(group), np.int64(index_of(group)[bucket(key0, group.buckets)]))
+    prefetch(blocks_of(group), index_of(group)[bucket(key0, group.buckets)])
 
 
 @jit(forceinline=True)
 def find_key(group, key0, key1):
     """The representative of a key, or NONE."""
     blocks = blocks_of(group)
-    b = np.int64(index_of(group)[bucket(key0, group.buckets)])
+    b = index_of(group)[bucket(key0, group.buckets)]
     while b != NONE and (blocks[b].key0 != key0 or blocks[b].key1 != key1):
-        b = np.int64(blocks[b].chain)
+        b = blocks[b].chain
     return b
 
 
@@ -120,11 +120,11 @@ def same_tokens(group, b, tokens, extra, start, count):
     while n < count and block_tokens[b, n] == tokens[start + n]:
         n += 1
     has = blocks_of(group)[b].flags & EXTRA
-    if has or extra.shape[0] > 0:
+    if has or len(extra) > 0:
         m = 0
         while m < n:
             mine = extra_of(group)[b, m] if has else 0
-            asked = extra[start + m] if extra.shape[0] > 0 else 0
+            asked = extra[start + m] if len(extra) > 0 else 0
             if mine != asked:
                 break
             m += 1
@@ -145,7 +145,7 @@ def has_content(group, b, namespace, tokens, extra, start):
         different |= block_tokens[b, i] ^ tokens[start + i]
     if different != 0:
         return False
-    if extra.shape[0] > 0 or blocks_of(group)[b].flags & EXTRA:
+    if len(extra) > 0 or blocks_of(group)[b].flags & EXTRA:
         return same_tokens(group, b, tokens, extra, start, width) == width
     return True
 
@@ -155,7 +155,7 @@ def find(group, key0, key1, namespace, tokens, extra, start):
     """The representative of a key, if it has this namespace, these tokens and these extra ids; else NONE."""
     b = find_key(group, key0, key1)
     if b != NONE and not has_content(group, b, namespace, tokens, extra, start):
-        return np.int64(NONE)
+        return NONE
     return b
 
 
@@ -243,14 +243,14 @@ def best_child(group, parent0, parent1, namespace, tokens, extra, start, limit):
     """(block, n): the child that begins with the most of ``tokens[start : start + limit]``, and how many tokens that
     are. The most recent child wins a tie. n may be 0."""
     best, most = NONE, 0
-    b = np.int64(children_of(group)[child_bucket(parent0, tokens[start], group.child_buckets)])
+    b = children_of(group)[child_bucket(parent0, tokens[start], group.child_buckets)]
     seen = 0
     while b != NONE and seen < CANDIDATES:
         if _is_child(group, b, parent0, parent1, namespace):
-            n = same_tokens(group, b, tokens, extra, start, min(limit, np.int64(blocks_of(group)[b].filled)))
+            n = same_tokens(group, b, tokens, extra, start, min(limit, blocks_of(group)[b].filled))
             if n > most:
                 best, most = b, n
-        b = np.int64(blocks_of(group)[b].child_next)
+        b = blocks_of(group)[b].child_next
         seen += 1
     return best, most
 
@@ -259,15 +259,15 @@ def best_child(group, parent0, parent1, namespace, tokens, extra, start, limit):
 def begun_tail(group, parent0, parent1, namespace, tokens, extra, start):
     """A stored tail of this parent whose tokens are the next ones of ``tokens[start:]``, or NONE. Looks at all
     children."""
-    blocks, left = blocks_of(group), tokens.shape[0] - start
-    b = np.int64(children_of(group)[child_bucket(parent0, tokens[start], group.child_buckets)])
+    blocks, left = blocks_of(group), len(tokens) - start
+    b = children_of(group)[child_bucket(parent0, tokens[start], group.child_buckets)]
     while b != NONE:
-        count = np.int64(blocks[b].filled)
+        count = blocks[b].filled
         if blocks[b].flags & TAIL and count <= left and _is_child(group, b, parent0, parent1, namespace):
             if same_tokens(group, b, tokens, extra, start, count) == count:
                 return b
-        b = np.int64(blocks[b].child_next)
-    return np.int64(NONE)
+        b = blocks[b].child_next
+    return NONE
 
 
 @jit
@@ -277,11 +277,11 @@ def rival_child(group, b, longer):
     blocks = blocks_of(group)
     tokens = tokens_of(group)[b]
     extra = extra_in(group, b)
-    i = np.int64(children_of(group)[child_bucket(blocks[b].parent0, tokens[0], group.child_buckets)])
+    i = children_of(group)[child_bucket(blocks[b].parent0, tokens[0], group.child_buckets)]
     seen = 0
     while i != NONE and seen < CANDIDATES:
         if i != b and _is_child(group, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace):
-            mine, other = np.int64(blocks[b].filled), np.int64(blocks[i].filled)
+            mine, other = blocks[b].filled, blocks[i].filled
             if longer and other > mine and same_tokens(group, i, tokens, extra, 0, mine) == mine:
                 return i
             if (
@@ -291,7 +291,7 @@ def rival_child(group, b, longer):
                 and same_tokens(group, i, tokens, extra, 0, other) == other
             ):
                 return i
-        i = np.int64(blocks[i].child_next)
+        i = blocks[i].child_next
         seen += 1
     return NONE
 
@@ -314,8 +314,8 @@ def _reach(has_block):
             return limit
         full = limit if group.window == 0 else min(limit, group.sinks)
         for i in range(full):
-            if not has_block(group, np.int64(i), *args):
-                return np.int64(i)
+            if not has_block(group, i, *args):
+                return i
         end, i = limit, limit - 1
         while group.window != 0 and i >= kept_from(group, end * group.width):
             if not has_block(group, i, *args):
@@ -351,7 +351,7 @@ def longest(group, request, limit, ids):
     The representatives go into ``ids``, NONE for a block that is not needed. Changes nothing.
     """
     tokens, keys, extra = request_tokens(request), request_keys(group, request), request_extra(request)
-    count = _reach_cached(group, np.int64(limit), tokens, keys, extra, request.namespace, ids)
+    count = _reach_cached(group, limit, tokens, keys, extra, request.namespace, ids)
     for i in range(0 if needs_all(group) else limit):
         if not is_needed(group, i, count):
             ids[i] = NONE
@@ -386,7 +386,7 @@ def matched_in(group, request, count, ids, out):
     blocks = blocks_of(group)
     device = costless = 0
     for i in range(count):
-        b = device_copy(group, np.int64(ids[i])) if ids[i] != NONE else np.int64(NONE)
+        b = device_copy(group, ids[i]) if ids[i] != NONE else NONE
         if b != NONE or ids[i] == NONE:
             device += 1
             costless += 1 if b == NONE or blocks[b].ref_word != 0 else 0
@@ -402,11 +402,11 @@ def agree(ask):
     @jit
     def agreed(groups, most, *args):
         g = asked = 0
-        while asked < groups.shape[0]:
+        while asked < len(groups):
             reached = ask(group_at(groups, g), g, most, *args)
             asked = asked + 1 if reached == most else 1
             most = reached
-            g = (g + 1) % groups.shape[0]
+            g = (g + 1) % len(groups)
         return most
 
     return agreed
@@ -435,12 +435,12 @@ def look(groups, request, limit, ids, step):
     needed. The answer of each group bounds the others, until all agree. Groups that need all blocks of a prefix are
     asked first, and only once.
     """
-    most = np.int64(limit)
-    for g in range(groups.shape[0]):
+    most = limit
+    for g in range(len(groups)):
         if needs_all(group_at(groups, g)):
             most = _longest_of(group_at(groups, g), g, most, request, limit, ids, step)
     most = _agree_cached(groups, most, request, limit, ids, step)
-    for g in range(groups.shape[0] if groups.shape[0] > 1 else 0):
+    for g in range(len(groups) if len(groups) > 1 else 0):
         row = array_at(ids + g * step, (limit,), np.int32)
         for i in range(most, limit):
             row[i] = NONE
@@ -455,7 +455,7 @@ def match(groups, requests, ids, out):
     The last row is the answer for all groups: tokens of full blocks, tokens in part, and how many tokens have to come
     from the host in the group with the most there. ``ids`` int32[groups, full blocks] is scratch.
     """
-    request, n_groups, width = request_at(requests, 0), groups.shape[0], group_at(groups, 0).width
+    request, n_groups, width = request_at(requests, 0), len(groups), group_at(groups, 0).width
     most = look(groups, request, findable(request) // width, address_of(ids), 4 * ids.shape[1])
     least = NONE
     for g in range(n_groups):
@@ -499,8 +499,8 @@ def missing_blocks(groups, requests, cached, had):
     """
     limit = findable(request_at(requests, 0)) // group_at(groups, 0).width
     before, most = _agree_had(groups, limit, cached), _agree_had(groups, limit, had)
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         for i in range(had.shape[1]):
             had[g, i] = finds(group) and most > before and is_needed(group, i, most) and not cached[g, i]
-    return np.int64(most)
+    return most

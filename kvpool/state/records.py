@@ -388,7 +388,7 @@ def change_word(blocks, b, refs, pins):
         old = load(ref_words, b)
         new_refs, new_pins = (old & REFS) + refs, (old >> 32) + pins
         if new_refs < 0 or new_pins < 0:
-            return np.int64(-1)
+            return -1
         new = (new_pins << 32) | new_refs
         if compare_exchange(ref_words, b, old, new):
             return new
@@ -404,8 +404,8 @@ def add_reference(blocks, b):
     ref_words = blocks["ref_word"]
     if load(ref_words, b) == 0:
         store(ref_words, b, 1)
-        return np.int64(1)
-    return change_word(blocks, np.int64(b), np.int64(1), np.int64(0))
+        return 1
+    return change_word(blocks, b, 1, 0)
 
 
 @jit(forceinline=True)
@@ -415,8 +415,8 @@ def drop_reference(blocks, b):
     ref_words = blocks["ref_word"]
     if load(ref_words, b) == 1:
         store(ref_words, b, 0)
-        return np.int64(0)
-    return change_word(blocks, np.int64(b), np.int64(-1), np.int64(0))
+        return 0
+    return change_word(blocks, b, -1, 0)
 
 
 @jit(forceinline=True)
@@ -428,13 +428,13 @@ def pool_id(group, b):
 @jit
 def place_of(groups, b):
     """The group of a block and its id there, from its pool id. (NONE, NONE) for an id outside the pool."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         if group.device_first <= b < group.device_first + group.device_blocks:
-            return np.int64(g), b - group.device_first
+            return g, b - group.device_first
         if group.host_first + group.device_blocks <= b < group.host_first + group.blocks:
-            return np.int64(g), b - group.host_first
-    return np.int64(NONE), np.int64(NONE)
+            return g, b - group.host_first
+    return NONE, NONE
 
 
 # -- refusals --------------------------------------------------------------------------------------------

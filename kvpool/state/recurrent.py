@@ -65,7 +65,7 @@ def _growth_of(group, sequence, row, count):
     columns = blocks_for(group, sequence.length + count)
     if last < 0:
         return 1 + _kept_states(group, 0, columns - 1), False
-    b = np.int64(row[last])
+    b = row[last]
     copied = _is_copied(group, sequence, b)
     need = _kept_states(group, last, columns - 1)
     if columns - 1 > last and not copied and not _moves_on(group, b) and not keeps_state(group, last, NONE):
@@ -80,8 +80,8 @@ def need_alone(group, slot, count):
     sequence, row = sequences_of(group)[slot], table_of(group)[slot]
     last, columns = sequence.blocks - 1, blocks_for(group, sequence.length + count)
     if last < 0:
-        return 1 + _kept_states(group, 0, columns - 1) if count else np.int64(0)
-    held = np.int64(0)
+        return 1 + _kept_states(group, 0, columns - 1) if count else 0
+    held = 0
     for i in range(last + 1):
         held += 1 if row[i] != NONE else 0
     published = blocks_of(group)[row[last]].flags & PUBLISHED
@@ -97,12 +97,12 @@ def append_need(group, ids, counts):
     Drops the holds on states that are copied one after the other, as the append will, and restores them.
     """
     blocks, sequences = blocks_of(group), sequences_of(group)
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         if blocks_for(group, sequences[slot_of(ids[i])].length + counts[i]) > group.columns:
             group.detail = i
             return np.int64(TOO_LONG)
-    need = np.int64(0)
-    for i in range(ids.shape[0]):
+    need = 0
+    for i in range(len(ids)):
         slot = slot_of(ids[i])
         if counts[i] > 0:
             more, copied = _growth_of(group, sequences[slot], table_of(group)[slot], counts[i])
@@ -118,7 +118,7 @@ def append_need(group, ids, counts):
 def _open_column(group, slot, i):
     """The block of a new column: that of the running state, if it moves on, else a new one."""
     blocks, sequence, row = blocks_of(group), sequences_of(group)[slot], table_of(group)[slot]
-    b = np.int64(row[i - 1]) if i > 0 else np.int64(NONE)
+    b = row[i - 1] if i > 0 else NONE
     if b != NONE and not keeps_state(group, i - 1, NONE) and _moves_on(group, b):
         row[i - 1] = NONE
         blocks[b].flags &= ~KEYED
@@ -131,7 +131,7 @@ def append(group, ids, counts, tokens):
     """Grow each sequence by its count of ``tokens`` (int32, the tokens of all sequences in order). There is room: see
     ``append_need``."""
     start = 0
-    for k in range(ids.shape[0]):
+    for k in range(len(ids)):
         slot = slot_of(ids[k])
         sequence, stream = sequences_of(group)[slot], stream_of(group, slot)
         if counts[k] and (
@@ -144,7 +144,7 @@ def append(group, ids, counts, tokens):
         for i in range(sequence.blocks, blocks_for(group, sequence.length)):
             table_of(group)[slot, i] = _open_column(group, slot, i)
             # Others may have read the state that moves on.
-            emit_access(group, WILL_WRITE, stream, np.int64(table_of(group)[slot, i]))
+            emit_access(group, WILL_WRITE, stream, table_of(group)[slot, i])
         sequence.blocks = blocks_for(group, sequence.length)
         start += counts[k]
 
@@ -165,14 +165,14 @@ def rewind_need(group, ids, counts):
     """The blocks that dropping the last ``counts`` tokens of each sequence takes for copies, or the error. The ids were
     checked."""
     blocks = blocks_of(group)
-    for k in range(ids.shape[0]):
+    for k in range(len(ids)):
         sequence = sequences_of(group)[slot_of(ids[k])]
         if counts[k] > sequence.length - sequence.committed:
             too_many = counts[k] > sequence.length
             group.detail, group.bound = k, sequence.length if too_many else sequence.length - sequence.committed
-            return np.int64(BAD_COUNT) if too_many else np.int64(PASSED)
-    need, free = np.int64(0), np.int64(free_blocks(group, DEVICE))
-    for k in range(ids.shape[0]):
+            return BAD_COUNT if too_many else PASSED
+    need, free = 0, free_blocks(group, DEVICE)
+    for k in range(len(ids)):
         slot = slot_of(ids[k])
         if counts[k] == 0:
             continue
@@ -207,9 +207,9 @@ def _rewind_one(group, slot, count, stream):
     length = sequence.length - count
     columns, full = blocks_for(group, length), length // group.width
     at, written = _written(group, slot, length)
-    state = np.int64(NONE)
+    state = NONE
     if written:
-        state = np.int64(row[at])
+        state = row[at]
         row[at] = NONE
     give_columns(group, slot, columns, sequence.blocks, FRONT)
     if written:
@@ -231,7 +231,7 @@ def keep_need(group, ids, drafts, accepted, counts, dropped):
     if need < 0:
         return need
     start, shared = 0, 0
-    for k in range(ids.shape[0]):
+    for k in range(len(ids)):
         slot, gap = slot_of(ids[k]), gap_of(accepted, start, counts[k])
         base, row = sequences_of(group)[slot].length - drafts[k], table_of(group)[slot]
         start += counts[k]
@@ -252,7 +252,7 @@ def accept_drafts(group, ids, drafts, accepted, counts, dropped):
     """
     rewind(group, ids, dropped)
     start = 0
-    for k in range(ids.shape[0]):
+    for k in range(len(ids)):
         slot, gap = slot_of(ids[k]), gap_of(accepted, start, counts[k])
         sequence, row, stream = sequences_of(group)[slot], table_of(group)[slot], stream_of(group, slot)
         base = sequence.length - counts[k]
@@ -262,7 +262,7 @@ def accept_drafts(group, ids, drafts, accepted, counts, dropped):
                 row_extra_of(group)[slot, base + j] = row_extra_of(group)[slot, base + accepted[start + j]]
         for i in range((base + gap) // group.width, sequence.blocks if gap < counts[k] else 0):
             if row[i] != NONE:
-                row[i] = _own(group, np.int64(row[i]), stream)
+                row[i] = _own(group, row[i], stream)
         start += counts[k]
 
 
@@ -274,8 +274,8 @@ def state_blocks(groups, g, rows, out):
     """The blocks of the states after the committed tokens and after all tokens of these rows, into ``out`` int32[n, 2].
     NONE for 0 tokens."""
     group = group_at(groups, g)
-    for k in range(rows.shape[0]):
+    for k in range(len(rows)):
         sequence = sequences_of(group)[rows[k]]
-        for j, count in ((0, np.int64(sequence.committed)), (1, np.int64(sequence.length))):
+        for j, count in ((0, sequence.committed), (1, sequence.length)):
             at = state_at(group, rows[k], count)
             out[k, j] = table_of(group)[rows[k], at] if at != NONE else NONE

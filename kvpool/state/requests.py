@@ -76,8 +76,8 @@ def describe(requests, tokens, keys, extra, namespace, root0, root1, fresh, priv
     """Fill int64[1, REQUEST] for a prompt. Its arrays must outlive it: int32[n], 64-bit [full blocks, 2], and int64[n]
     or int64[0]. ``fresh``: it reuses nothing. ``private``: it publishes nothing."""
     request = request_at(requests, 0)
-    request.tokens_at, request.length, request.keys_at = address_of(tokens), tokens.shape[0], address_of(keys)
-    request.extra_at = address_of(extra) if extra.shape[0] else 0
+    request.tokens_at, request.length, request.keys_at = address_of(tokens), len(tokens), address_of(keys)
+    request.extra_at = address_of(extra) if len(extra) else 0
     request.namespace, request.root0, request.root1 = namespace, root0, root1
     request.fresh, request.private, request.priority, request.ttl = fresh, private, DEFAULT_PRIORITY, NONE
 
@@ -116,30 +116,30 @@ def hash_request(groups, requests, first):
         group.width,
     )
     parent0, parent1 = parent_of(group, request, first)
-    i, plain = first, extra.shape[0] == 0 and width % 2 == 0
-    while i < keys.shape[0]:
-        if plain and i + 4 * LANES <= keys.shape[0]:
+    i, plain = first, len(extra) == 0 and width % 2 == 0
+    while i < len(keys):
+        if plain and i + 4 * LANES <= len(keys):
             words = array_at(request.tokens_at + 4 * i * width, (LANES, width >> 1), np.uint64)
             # Scratch, where later keys will be.
             states = array_at(request.keys_at + 16 * (i + LANES), (6, LANES), np.uint64)
             parent0, parent1 = keys_in_lanes(group, words, parent0, parent1, keys[i:], states)
             i += LANES
             continue
-        block_extra = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
+        block_extra = extra[i * width : (i + 1) * width] if len(extra) > 0 else extra
         parent0, parent1 = key_in(group, tokens[i * width : (i + 1) * width], block_extra, parent0, parent1)
         keys[i, 0], keys[i, 1] = parent0, parent1
         i += 1
-    return max(keys.shape[0] - first, 0)
+    return max(len(keys) - first, 0)
 
 
 @jit(forceinline=True)
 def retention_at(request, position):
     """(given, priority, ttl) of the retention range that contains a token position."""
     ranges = array_at(request.ranges_at, (request.range_count, 4), np.int64)
-    for i in range(ranges.shape[0]):
+    for i in range(len(ranges)):
         if ranges[i, 0] <= position < ranges[i, 1]:
             return True, ranges[i, 2], ranges[i, 3]
-    return False, np.int64(DEFAULT_PRIORITY), np.int64(NONE)
+    return False, DEFAULT_PRIORITY, NONE
 
 
 # -- rows ------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def note(group, slot, at, tokens, extra, start, count):
     if group.has_extra:
         mine = row_extra_of(group)[slot]
         for i in range(count):
-            mine[at + i] = extra[start + i] if extra.shape[0] > 0 else 0
+            mine[at + i] = extra[start + i] if len(extra) > 0 else 0
 
 
 @jit
@@ -168,7 +168,7 @@ def note_prompt(group, request, slot):
 def _noted(group, slot):
     """The tokens that are noted of a sequence: the first position, and the position after the last."""
     sequence = sequences_of(group)[slot]
-    return sequence.committed // group.width * group.width, np.int64(sequence.length)
+    return sequence.committed // group.width * group.width, sequence.length
 
 
 @jit
@@ -182,19 +182,19 @@ def copy_row(group, source, target):
 def reorder_rows(group, slots, parents, column):
     """Give each sequence the notes of its parent. The sequences' records are still the old ones. ``column`` int64[n] is
     scratch."""
-    first, last = np.int64(group.columns * group.width), np.int64(0)
-    for i in range(slots.shape[0]):
+    first, last = np.int64(group.columns * group.width), 0
+    for i in range(len(slots)):
         low, high = _noted(group, slots[i])
         first, last = min(first, low), max(last, high)
     for at in range(first, last):
-        for i in range(slots.shape[0]):
+        for i in range(len(slots)):
             column[i] = row_tokens_of(group)[slots[i], at]
-        for i in range(slots.shape[0]):
+        for i in range(len(slots)):
             row_tokens_of(group)[slots[i], at] = column[parents[i]]
         if group.has_extra:
-            for i in range(slots.shape[0]):
+            for i in range(len(slots)):
                 column[i] = row_extra_of(group)[slots[i], at]
-            for i in range(slots.shape[0]):
+            for i in range(len(slots)):
                 row_extra_of(group)[slots[i], at] = column[parents[i]]
 
 
@@ -260,11 +260,11 @@ def read_row(groups, g, slot, tokens, extra, keys):
         b = row[i]
         if b == NONE:
             return NONE
-        at, count = i * width, min(width, tokens.shape[0] - i * width)
+        at, count = i * width, min(width, len(tokens) - i * width)
         memcpy(address_of(tokens) + 4 * at, address_of(tokens_of(group)[b]), 4 * count)
-        if extra.shape[0] and blocks[b].flags & EXTRA:
+        if len(extra) and blocks[b].flags & EXTRA:
             memcpy(address_of(extra) + 8 * at, address_of(extra_of(group)[b]), 8 * count)
-        if known == i and i < keys.shape[0] and blocks[b].flags & KEYED:
+        if known == i and i < len(keys) and blocks[b].flags & KEYED:
             keys[i, 0], keys[i, 1] = blocks[b].key0, blocks[b].key1
             known += 1
     return known

@@ -47,13 +47,13 @@ def check_cursors(groups: Int64s) -> None:
 @jit(nogil=False)
 def open_dirty_cursor(groups, pending):
     """Open a cursor that has read nothing. ``pending``: whether content that is evicted unread is counted."""
-    cursor = np.int64(0)
+    cursor = 0
     while cursor < SAVERS and group_at(groups, 0).cursors >> cursor & 1:
         cursor += 1
     if cursor == SAVERS:
         raise RuntimeError("more dirty-block cursors than a pool can have")
-    bit = np.int64(1) << cursor
-    for g in range(groups.shape[0]):
+    bit = 1 << cursor
+    for g in range(len(groups)):
         group = group_at(groups, g)
         group.cursors |= bit
         group.pending |= bit if pending else 0
@@ -64,11 +64,11 @@ def open_dirty_cursor(groups, pending):
 
 @jit(nogil=False)
 def close_dirty_cursor(groups, cursor):
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
-        group.cursors &= ~(np.int64(1) << cursor)
+        group.cursors &= ~(1 << cursor)
         group.pending &= group.cursors
-    return np.int64(0)
+    return 0
 
 
 @jit
@@ -95,71 +95,71 @@ def stored(groups, cursor, at, report):
     are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
     filled. Looks at no more events than there are rows."""
     first = group_at(groups, 0)
-    ring, count, bit = ring_of(first), 0, np.int64(1) << cursor
+    ring, count, bit = ring_of(first), 0, 1 << cursor
     gone = ring.next - first.event_capacity - at[CURSOR]
     if gone > 0:
         at[CURSOR], at[PLACE], at[MISSED] = at[CURSOR] + gone, 0, at[MISSED] + gone
-    last = min(ring.next, at[CURSOR] + report.shape[0])
+    last = min(ring.next, at[CURSOR] + len(report))
     for i in range(at[CURSOR], last):
         event = events_of(first)[i % first.event_capacity]
         if event.kind == STORED:
             group = group_at(groups, event.group)
             count = _read(group, find_key(group, event.key0, event.key1), bit, 1, report, count)
     at[CURSOR] = last
-    return np.int64(count)
+    return count
 
 
 @jit(nogil=False)
 def sweep(groups, cursor, uses, at, report):
     """Report the content that was used at least ``uses`` times, in as many blocks as there are rows, from ``at[PLACE]``
     on. After the last block of the pool that is NONE. Returns how many rows are filled."""
-    count, place, most, bit = 0, at[PLACE], report.shape[0], np.int64(1) << cursor
-    for g in range(groups.shape[0]):
+    count, place, most, bit = 0, at[PLACE], len(report), 1 << cursor
+    for g in range(len(groups)):
         group = group_at(groups, g)
         for b in range(max(place, 0), min(place + most, group.blocks)):
-            count = _read(group, np.int64(b), bit, uses, report, count)
+            count = _read(group, b, bit, uses, report, count)
         place -= group.blocks
     at[PLACE] = NONE if place + most >= 0 else at[PLACE] + most
-    return np.int64(count)
+    return count
 
 
 @jit(nogil=False)
 def victims(groups, cursor, margins, report):
     """``all_victims`` that the cursor has not read."""
-    return _victims(groups, np.int64(1) << cursor, margins, report)
+    return _victims(groups, 1 << cursor, margins, report)
 
 
 @jit(nogil=False)
 def all_victims(groups, margins, report):
     """Report what the host evicts soon: of the victims of each group, ``margins`` int64[groups], less those that have
     nothing to lose. The next victim comes first. Returns how many rows are filled."""
-    return _victims(groups, np.int64(0), margins, report)
+    return _victims(groups, 0, margins, report)
 
 
 @jit
 def _victims(groups, bits, margins, report):
     count = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         lists, first = lists_of(group), HOST * LISTS_PER_TIER
         left = margins[g] - lists[first + EMPTY, 2] - lists[first + CLEAN, 2]
-        expect_victims(group, np.int64(HOST), left)
+        expect_victims(group, HOST, left)
         for which in range(lists[LOWEST + HOST, 0], EMPTY):
-            b = np.int64(lists[first + which, 0])
-            while b != NONE and left > 0 and count < report.shape[0]:
+            b = lists[first + which, 0]
+            while b != NONE and left > 0 and count < len(report):
                 count = _read(group, b, bits, 1, report, count)
                 left -= 1
-                b = np.int64(blocks_of(group)[b].next)
-    return np.int64(count)
+                b = blocks_of(group)[b].next
+    return count
 
 
 @jit(nogil=False)
 def held(groups, cursor, ids, report):
     """Report blocks that the caller holds. Returns how many rows are filled."""
     count = 0
-    for i in range(ids.shape[0]):
-        count = _read(group_at(groups, 0), np.int64(ids[i]), np.int64(1) << cursor, 1, report, count)
-    return np.int64(count)
+    for i in range(len(ids)):
+        count = _read(group_at(groups, 0), ids[i], 1 << cursor, 1, report, count)
+    return count
 
 
 @jit(nogil=False)
@@ -170,24 +170,24 @@ def put_back(groups, g, ids, before):
     They follow the block that was before them, if it is there and was not used since; else they are the next victims.
     The last of ``ids`` comes first. A block that has other content now, or is held by others, stays as it is.
     """
-    group, behind = group_at(groups, g), np.int64(NONE)
+    group, behind = group_at(groups, g), NONE
     blocks, lists = blocks_of(group), lists_of(group)
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         b = ids[i]
-        if blocks[b].list < 0 or np.int64(blocks[b].key0) != before[i, 2]:
+        if blocks[b].list < 0 or blocks[b].key0 != before[i, 2]:
             before[i, 1] = NONE
             continue
         unlink(blocks, lists, b)
         blocks[b].used_at = np.uint32(before[i, 1])
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         prev = before[i, 0]
         if behind == NONE and before[i, 1] != NONE and prev != NONE and blocks[prev].list >= 0:
-            later = (np.int64(blocks[prev].used_at) - before[i, 1]) & 0xFFFFFFFF  # a clock of 32 bits
+            later = (blocks[prev].used_at - before[i, 1]) & 0xFFFFFFFF  # a clock of 32 bits
             behind = prev if later == 0 or later >> 31 else behind
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         if before[i, 1] != NONE:
-            push_after(blocks, lists, ids[i], ~np.int64(blocks[ids[i]].list), behind)
-    return np.int64(0)
+            push_after(blocks, lists, ids[i], ~blocks[ids[i]].list, behind)
+    return 0
 
 
 def places(blocks: npt.NDArray[Any]) -> Int64s:

@@ -74,7 +74,7 @@ def check_rows(group, ids, usable, kinds):
     sequences = sequences_of(group)
     error = 0
     n = 0
-    while n < ids.shape[0]:
+    while n < len(ids):
         slot = row_of(group, ids[n])
         if slot == NONE:
             error = UNKNOWN
@@ -106,14 +106,14 @@ def refuse(groups, g, error):
     error."""
     first, refused = group_at(groups, 0), group_at(groups, g)
     first.detail, first.bound, first.detail_group = refused.detail, refused.bound, g
-    return np.int64(error)
+    return error
 
 
 @jit
 def check_kinds(groups, ids, usable, kinds):
     """``check_rows`` for all groups. They have the same rows."""
-    error = check_rows(group_at(groups, 0), ids, usable, np.int64(kinds))
-    return refuse(groups, 0, error) if error else np.int64(0)
+    error = check_rows(group_at(groups, 0), ids, usable, kinds)
+    return refuse(groups, 0, error) if error else 0
 
 
 @jit
@@ -127,17 +127,17 @@ def are_short(groups, g, ids, most):
     """Whether these sequences, which are not checked, have up to ``most`` tokens together. A guess without the state
     lock."""
     group = group_at(groups, g)
-    tokens = np.int64(0)
-    for i in range(ids.shape[0]):
+    tokens = 0
+    for i in range(len(ids)):
         slot = slot_of(ids[i])
-        tokens += np.int64(sequences_of(group)[slot].length) if slot < group.sequences else 0
+        tokens += sequences_of(group)[slot].length if slot < group.sequences else 0
     return tokens <= most
 
 
 @jit
 def follow(group, ids):
     """Note that the engine continues with these sequences, which were checked, on the stream of the call."""
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         stream_of(group, slot_of(ids[i]))
 
 
@@ -146,7 +146,7 @@ def use(groups, ids):
     """``follow`` in all groups. Returns 0, or an error with nothing changed."""
     error = check_ids(groups, ids, True)
     if not error:
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             follow(group_at(groups, g), ids)
     return error
 
@@ -160,16 +160,16 @@ def stream_of(group, slot):
         if sequence.stream != NONE:
             emit_access(group, FOLLOWS, group.stream, sequence.stream)
         sequence.stream = group.stream
-    return np.int64(sequence.stream)
+    return sequence.stream
 
 
 @jit
 def within(group, need, free):
     """Return ``need`` if it is at most ``free``. Else SHORT_OF_BLOCKS, with both numbers as its details."""
     if need <= free:
-        return np.int64(need)
+        return need
     group.detail, group.bound = need, free
-    return np.int64(SHORT_OF_BLOCKS)
+    return SHORT_OF_BLOCKS
 
 
 @jit
@@ -179,7 +179,7 @@ def give_columns(group, slot, first, last, front):
     row, stream, count = table_of(group)[slot], stream_of(group, slot), 0
     for i in range(last - 1, first - 1, -1):
         if row[i] != NONE:
-            b, row[i] = np.int64(row[i]), NONE
+            b, row[i] = row[i], NONE
             emit_access(group, ACCESSED, stream, b)
             if drop_reference(blocks_of(group), b) == 0:
                 on_release(group, b, front)
@@ -241,12 +241,12 @@ def _name_ahead(group, ids, counts):
     """Give the blocks that several sequences will publish their keys, and begin to load their places in the index: each
     is somewhere else."""
     blocks = blocks_of(group)
-    for n in range(ids.shape[0] if ids.shape[0] > 1 and not has_states(group) else 0):
+    for n in range(len(ids) if len(ids) > 1 and not has_states(group) else 0):
         slot = slot_of(ids[n])
         sequence, row = sequences_of(group)[slot], table_of(group)[slot]
-        committed = counts[n] if counts.shape[0] else np.int64(sequence.length)
+        committed = counts[n] if len(counts) else sequence.length
         for i in range(sequence.committed // group.width, committed // group.width):
-            b = np.int64(row[i])
+            b = row[i]
             if b != NONE and not blocks[b].flags & (KEYED | PUBLISHED | LOST):
                 _name(group, slot, i, b)
                 expect(group, blocks[b].key0)
@@ -259,10 +259,10 @@ def publish_range(group, slot, first, last):
     blocks, sequence, row = blocks_of(group), sequences_of(group)[slot], table_of(group)[slot]
     waiting = 0
     for i in range(first, last):
-        b = np.int64(row[i])
+        b = row[i]
         if i + AHEAD < last and needs_all(group):
             expect(group, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
-            expect_child(group, np.int64(row[i + AHEAD]))
+            expect_child(group, row[i + AHEAD])
             expect_found(group, blocks[row[i + NEAR]].key0)
         if b == NONE or blocks[b].flags & (PUBLISHED | LOST):
             continue
@@ -307,7 +307,7 @@ def give_passed(group, slot, before):
     if has_states(group):
         first, last = max((before - 1) // group.width, 0), (sequence.committed - 1) // group.width
     else:
-        first, last = np.int64(sequence.first), kept_from(group, sequence.committed)
+        first, last = sequence.first, kept_from(group, sequence.committed)
     if last > first:
         counters_of(group).passed_blocks += give_columns(group, slot, first, last, BACK)
         if group.window:
@@ -318,7 +318,7 @@ def give_passed(group, slot, before):
 def commit_error(group, ids, counts):
     """0 if the first ``counts`` tokens of each sequence (int64[0] = all tokens of all) can be published, else the
     error. The ids were checked."""
-    for i in range(counts.shape[0]):
+    for i in range(len(counts)):
         sequence = sequences_of(group)[slot_of(ids[i])]
         if counts[i] > sequence.length or counts[i] < sequence.committed:
             group.detail, group.bound = i, sequence.length if counts[i] > sequence.length else sequence.committed
@@ -330,12 +330,12 @@ def commit_error(group, ids, counts):
 def commit_rows(group, ids, counts):
     """Publish the first ``counts`` tokens of each sequence. ``commit_error`` has found it possible."""
     _name_ahead(group, ids, counts)
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot = slot_of(ids[i])
         sequence, row = sequences_of(group)[slot], table_of(group)[slot]
         retry_duplicates(group, slot)
-        before = np.int64(sequence.committed)
-        sequence.committed = counts[i] if counts.shape[0] else np.int64(sequence.length)
+        before = sequence.committed
+        sequence.committed = counts[i] if len(counts) else sequence.length
         first, last, stream = before // group.width, sequence.committed // group.width, stream_of(group, slot)
         end = (
             state_at(group, slot, sequence.committed) + 1
@@ -344,7 +344,7 @@ def commit_rows(group, ids, counts):
         )
         for at in range(first, end if sequence.committed > before else 0):
             if row[at] != NONE:
-                emit_access(group, WROTE, stream, np.int64(row[at]))
+                emit_access(group, WROTE, stream, row[at])
         if sequence.duplicates == NONE:
             sequence.removals = group.removals
         if has_states(group):
@@ -372,7 +372,7 @@ def forget_everywhere(group, b):
     that."""
     if not blocks_of(group)[b].flags & PUBLISHED:
         return
-    other = np.int64(blocks_of(group)[b].other_copy)
+    other = blocks_of(group)[b].other_copy
     if other == NONE or blocks_of(group)[other].ref_word & REFS == 0:
         forget_both(group, b, other)
 
@@ -389,7 +389,7 @@ def stored_tail(group, slot, store):
         or not group.child_buckets
         or sequence.committed % group.width == 0
     ):
-        return np.int64(NONE)
+        return NONE
     return sequence.committed // group.width
 
 
@@ -417,7 +417,7 @@ def _release(group, slot, store):
     on_begin_release(group, slot)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
-        b = np.int64(row[i])
+        b = row[i]
         prefetch(blocks_of(group), row[nth_released(min(n + FAR, sequence.blocks - 1), sequence.blocks)])
         if b == NONE:
             continue
@@ -434,5 +434,5 @@ def _release(group, slot, store):
 def release_rows(group, ids, store):
     """Give back the blocks of sequences, the last block of each first, so that leaves age first. The ids were
     checked."""
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         _release(group, slot_of(ids[i]), store)

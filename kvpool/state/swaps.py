@@ -10,8 +10,6 @@ short, this is undone to the byte. Then the rest is copied, and the old blocks o
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.state.index import find_key
 from kvpool.state.policies.policy import free_blocks, nth_released, stop_clock
@@ -80,12 +78,12 @@ def _target_blocks(group, slot, tier):
 def _claim(group, slot, tier):
     """Hold what the tier has already of a sequence. Returns how many blocks the tier lacks; each is counted once, and
     marked."""
-    blocks, need = blocks_of(group), np.int64(0)
+    blocks, need = blocks_of(group), 0
     sources, targets = _source_blocks(group, slot, tier), _target_blocks(group, slot, tier)
     for i in range(sequences_of(group)[slot].blocks):
         targets[i] = blocks[sources[i]].other_copy if sources[i] != NONE else NONE
         if targets[i] != NONE:
-            hold(group, np.int64(targets[i]))
+            hold(group, targets[i])
         elif sources[i] != NONE and not blocks[sources[i]].flags & ONBOARDING:
             blocks[sources[i]].flags |= ONBOARDING
             need += 1
@@ -98,7 +96,7 @@ def _unclaim(group, slot, tier):
     sources, targets = _source_blocks(group, slot, tier), _target_blocks(group, slot, tier)
     for i in range(sequences_of(group)[slot].blocks - 1, -1, -1):
         if targets[i] != NONE:
-            unhold(group, np.int64(targets[i]))
+            unhold(group, targets[i])
         elif sources[i] != NONE:
             blocks_of(group)[sources[i]].flags &= ~ONBOARDING
         targets[i] = NONE
@@ -110,7 +108,7 @@ def _untime(group, slot, tier):
     targets = _target_blocks(group, slot, tier)
     for i in range(sequences_of(group)[slot].blocks):
         if targets[i] != NONE:
-            stop_clock(group, np.int64(targets[i]))
+            stop_clock(group, targets[i])
 
 
 @jit
@@ -135,7 +133,7 @@ def _copy_rest(group, slot, tier):
     blocks, sequence, copied = blocks_of(group), sequences_of(group)[slot], 0
     sources, targets = _source_blocks(group, slot, tier), _target_blocks(group, slot, tier)
     for i in range(sequence.blocks):
-        b = np.int64(sources[i])
+        b = sources[i]
         if b == NONE or targets[i] != NONE:
             continue
         if blocks[b].flags & ONBOARDING:
@@ -144,13 +142,13 @@ def _copy_rest(group, slot, tier):
             _copy(
                 group,
                 b,
-                take_device(group) if tier == DEVICE else take_host(group, np.int64(PRIORITY_MAX)),
+                take_device(group) if tier == DEVICE else take_host(group, PRIORITY_MAX),
                 tokens,
                 tier,
             )
             copied += 1
         targets[i] = blocks[b].other_copy
-        add_reference(blocks, np.int64(targets[i]))
+        add_reference(blocks, targets[i])
     return copied
 
 
@@ -160,13 +158,13 @@ def _leave(group, slot, tier):
     blocks, sequence, sources = blocks_of(group), sequences_of(group)[slot], _source_blocks(group, slot, tier)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
-        b, sources[i] = np.int64(sources[i]), NONE
+        b, sources[i] = sources[i], NONE
         if b == NONE:
             continue
         if not blocks[b].flags & PUBLISHED:
             blocks[b].other_copy = NONE
         if tier == HOST:
-            emit_access(group, ACCESSED, np.int64(sequence.stream), b)
+            emit_access(group, ACCESSED, sequence.stream, b)
         let_go(group, b)
 
 
@@ -177,17 +175,17 @@ def _leave(group, slot, tier):
 def _short(groups, ids, tier):
     """Claim and count in all groups. Returns NONE, or the first group that is short; then nothing is claimed any
     more."""
-    short = np.int64(NONE)
-    for g in range(groups.shape[0]):
+    short = NONE
+    for g in range(len(groups)):
         group = group_at(groups, g)
         group.need = 0
-        for k in range(ids.shape[0]):
+        for k in range(len(ids)):
             group.need += _claim(group, slot_of(ids[k]), tier)
         free = free_blocks(group, tier)
         if group.need > free and short == NONE:
             group.detail, group.bound, short = group.need, free, g
-    for g in range(groups.shape[0] if short != NONE else 0):
-        for k in range(ids.shape[0] - 1, -1, -1):
+    for g in range(len(groups) if short != NONE else 0):
+        for k in range(len(ids) - 1, -1, -1):
             _unclaim(group_at(groups, g), slot_of(ids[k]), tier)
     return short
 
@@ -196,16 +194,16 @@ def _short(groups, ids, tier):
 def _change_tier(group, ids, tier, now_ms):
     """Copy what was counted, and give back the old blocks, in one group. Nothing here can fail. Returns blocks
     copied."""
-    copied = np.int64(0)
-    for k in range(ids.shape[0]):
+    copied = 0
+    for k in range(len(ids)):
         if tier == HOST:
             _note_written(group, slot_of(ids[k]))
         _untime(group, slot_of(ids[k]), tier)
     begin(group, now_ms)
     expire(group, EXPIRIES_PER_CALL)
-    for k in range(ids.shape[0]):
+    for k in range(len(ids)):
         copied += _copy_rest(group, slot_of(ids[k]), tier)
-    for k in range(ids.shape[0]):
+    for k in range(len(ids)):
         _leave(group, slot_of(ids[k]), tier)
         sequences_of(group)[slot_of(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
         if tier == DEVICE:
@@ -225,8 +223,8 @@ def _swap(groups, ids, tier, now_ms):
     short = _short(groups, ids, tier)
     if short != NONE:
         return refuse(groups, short, SHORT_OF_HOST_BLOCKS if tier == HOST else SHORT_OF_BLOCKS)
-    copied = np.int64(0)
-    for g in range(groups.shape[0]):
+    copied = 0
+    for g in range(len(groups)):
         copied += _change_tier(group_at(groups, g), ids, tier, now_ms)
     return copied
 
@@ -249,7 +247,7 @@ def _note_written(group, slot):
     sequence, row, stream = sequences_of(group)[slot], table_of(group)[slot], stream_of(group, slot)
     for i in range(sequence.committed // group.width, sequence.blocks):
         if row[i] != NONE:
-            emit_access(group, WROTE, stream, np.int64(row[i]))
+            emit_access(group, WROTE, stream, row[i])
 
 
 @jit
@@ -258,9 +256,7 @@ def _note_use(group, slot):
     sequence, row, stream = sequences_of(group)[slot], table_of(group)[slot], stream_of(group, slot)
     for i in range(sequence.blocks):
         if row[i] != NONE:
-            emit_access(
-                group, WILL_READ if i < sequence.committed // group.width else WILL_WRITE, stream, np.int64(row[i])
-            )
+            emit_access(group, WILL_READ if i < sequence.committed // group.width else WILL_WRITE, stream, row[i])
 
 
 # -- sequences that end on the host ----------------------------------------------------------------------------------
@@ -270,7 +266,7 @@ def _note_use(group, slot):
 def give_up(group, ids, store):
     """Give back the host blocks of those of these sequences that are swapped out. They are then running sequences
     without blocks."""
-    for k in range(ids.shape[0]):
+    for k in range(len(ids)):
         if sequences_of(group)[slot_of(ids[k])].live == SWAPPED:
             _give_up(group, slot_of(ids[k]), store)
 
@@ -282,7 +278,7 @@ def _give_up(group, slot, store):
         _publish_duplicates(group, slot)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
-        b, away[i] = np.int64(away[i]), NONE
+        b, away[i] = away[i], NONE
         if b != NONE:  # no stream uses host blocks
             give_back(group, slot, i, b, NONE, store, NONE)
     sequence.live, sequence.blocks, sequence.duplicates = LIVE, 0, NONE
@@ -293,7 +289,7 @@ def _publish_duplicates(group, slot):
     """Publish content whose key others held when it was committed, if it is cached nowhere now."""
     blocks, sequence, away = blocks_of(group), sequences_of(group)[slot], swapped_of(group)[slot]
     for i in range(sequence.duplicates, sequence.committed // group.width):
-        b = np.int64(away[i])
+        b = away[i]
         if b == NONE or blocks[b].flags & PUBLISHED or not blocks[b].flags & KEYED:
             continue
         if has_states(group) and not keeps_state(group, i, sequence.kept):

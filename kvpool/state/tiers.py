@@ -8,8 +8,6 @@ cleared.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import bit_length, memcpy
 from kvpool.state.index import link, rival_child, unlink_content
@@ -73,7 +71,7 @@ def emit_access(group, kind, stream, b):
     """Note an access. A synchronous device needs no accesses. Then there are no rows, and this costs one
     comparison."""
     if group.accesses_capacity != 0:
-        _note(group, kind, np.int64(stream), np.int64(b))
+        _note(group, kind, stream, b)
 
 
 @jit(forceinline=True)
@@ -97,14 +95,14 @@ def collect(groups, copy_ops, token_moves, accesses):
     NONE and changes nothing.
     """
     m = t = a = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         m += group_at(groups, g).copy_ops
         t += group_at(groups, g).token_moves
         a += group_at(groups, g).accesses
-    if copy_ops.shape[0] != m or token_moves.shape[0] != t or accesses.shape[0] != a:
-        return np.int64(NONE)
+    if len(copy_ops) != m or len(token_moves) != t or len(accesses) != a:
+        return NONE
     m = t = a = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         m = _take_copy_ops(group, copy_ops, m)
         t = _take_token_moves(group, token_moves, t)
@@ -170,7 +168,7 @@ def _slot(group):
 def emit(group, kind, b):
     """Record an event about block ``b`` in its present state. Costs one comparison if events are off."""
     if group.event_capacity != 0:
-        _record(group, kind, np.int64(b))
+        _record(group, kind, b)
 
 
 @jit
@@ -257,9 +255,9 @@ def emit_copy(group, source, target, tokens, direction):
 @jit(forceinline=True)
 def record(group, which, since):
     """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
-    span = (group.now - np.int64(since)) & 0xFFFFFFFF
+    span = (group.now - since) & 0xFFFFFFFF
     if span >> 31:  # another thread read the clock before this one, but decided after it
-        span = np.int64(0)
+        span = 0
     histogram = histograms_of(group)[which]
     histogram[bit_length(span)] += 1
     histogram[BINS] += span
@@ -298,7 +296,7 @@ def unpublish(group, b, deadline):
     The block keeps its key (a caller that changes its bytes clears KEYED) and its place in a list, if it is in one.
     """
     blocks = blocks_of(group)
-    other = np.int64(blocks[b].other_copy)
+    other = blocks[b].other_copy
     if blocks[b].flags & LINKED:
         unlink_content(group, b, other)
     if blocks[b].flags & PUBLISHED:
@@ -341,7 +339,7 @@ def take_host(group, priority):
     """Take an empty host block. If there is none, evict a clean copy, or content of no higher priority. NONE if
     that is impossible."""
     blocks = blocks_of(group)
-    b, _ = take_victim(group, np.int64(HOST), priority)
+    b, _ = take_victim(group, HOST, priority)
     if b == NONE:
         return b
     if blocks[b].other_copy != NONE:
@@ -361,7 +359,7 @@ def take_host(group, priority):
 def _offload(group, b, deadline):
     """Move the content of an evicted device block to the host tier, if there is room."""
     blocks = blocks_of(group)
-    g = take_host(group, np.int64(blocks[b].priority))
+    g = take_host(group, blocks[b].priority)
     if g == NONE:
         counters_of(group).evicted_host_full_blocks += 1
         return False
@@ -397,7 +395,7 @@ def take_device(group):
     """Take an empty device block from its list, and evict content for it if needed. The caller has counted that there
     is one."""
     blocks = blocks_of(group)
-    b, deadline = take_victim(group, np.int64(DEVICE), PRIORITY_MAX)
+    b, deadline = take_victim(group, DEVICE, PRIORITY_MAX)
     if b == NONE:
         raise RuntimeError("a block was taken that was not counted")
     if blocks[b].flags & INDEXED:

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import address_of, call
 from kvpool.state import growth, recurrent
@@ -88,16 +86,16 @@ def _checked(need, fits, change):
         error = check_ids(groups, ids, True)
         if error:
             return error
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             group = group_at(groups, g)
             group.need = need(group, ids, *args) if finds(group) else 0
             if group.need < 0:
                 return refuse(groups, g, group.need)
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             error = fits(group_at(groups, g), args)
             if error:
                 return refuse(groups, g, error)
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             group = group_at(groups, g)
             begin(group, now_ms)
             if group.need:
@@ -105,7 +103,7 @@ def _checked(need, fits, change):
             follow(group, ids)
             if finds(group):
                 change(group, ids, *args)
-        return np.int64(0)
+        return 0
 
     return verb
 
@@ -123,7 +121,7 @@ def _by_kind(attention, states):
 @jit
 def _fits(group, args):
     """No further check."""
-    return np.int64(0)
+    return 0
 
 
 # -- grow and shrink ------------------------------------------------------------------------------
@@ -144,12 +142,12 @@ def _append_need(group, ids, counts, tokens):
 @jit
 def _append_fits(group, args):
     counts, tokens = args
-    total = np.int64(0)
-    for i in range(counts.shape[0]):
+    total = 0
+    for i in range(len(counts)):
         total += counts[i]
-    if total != tokens.shape[0]:
-        group.detail, group.bound = total, tokens.shape[0]
-        return np.int64(BAD_TOTAL)
+    if total != len(tokens):
+        group.detail, group.bound = total, len(tokens)
+        return BAD_TOTAL
     return min(within(group, group.need, free_blocks(group, DEVICE)), 0)
 
 
@@ -159,7 +157,7 @@ def _append(group, ids, counts, tokens):
         call(group.append, (group, ids, counts, tokens))
     else:
         growth.append(group, ids, counts, tokens)
-    counters_of(group).appended_tokens += tokens.shape[0]
+    counters_of(group).appended_tokens += len(tokens)
 
 
 _append_checked = _checked(_append_need, _append_fits, _append)
@@ -177,10 +175,10 @@ def never_fits(groups, ids, counts):
     """NEVER_FITS, with the details of an error, if one of these sequences cannot grow by its count even if it is alone
     in the pool; else 0. The ids were checked. A group that needs all blocks of a sequence is named first. For a growth
     that is short of blocks."""
-    short = np.int64(NONE)
-    for g in range(groups.shape[0]):
+    short = NONE
+    for g in range(len(groups)):
         group = group_at(groups, g)
-        for i in range(ids.shape[0] if finds(group) and (short == NONE or needs_all(group)) else 0):
+        for i in range(len(ids) if finds(group) and (short == NONE or needs_all(group)) else 0):
             slot = slot_of(ids[i])
             need = (
                 recurrent.need_alone(group, slot, counts[i])
@@ -190,19 +188,19 @@ def never_fits(groups, ids, counts):
             if need > group.device_blocks:
                 group.detail, group.bound, short = i, need, g
                 break
-    return refuse(groups, short, NEVER_FITS) if short != NONE else np.int64(0)
+    return refuse(groups, short, NEVER_FITS) if short != NONE else 0
 
 
 @jit
 def free_device_blocks(groups):
     """How many device blocks of the first group nobody holds."""
-    return np.int64(free_blocks(group_at(groups, 0), DEVICE))
+    return free_blocks(group_at(groups, 0), DEVICE)
 
 
 @jit
 def free_in_groups(groups, counts):
     """How many device blocks of each group nobody holds, into ``counts`` int64[groups]."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         counts[g] = free_blocks(group_at(groups, g), DEVICE)
 
 
@@ -213,12 +211,12 @@ def growth_needs(groups, ids, counts, needs):
     error = check_ids(groups, ids, True)
     if error:
         return error
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         needs[g] = _tokens_need(group, ids, counts) if finds(group) else 0
         if needs[g] < 0:
             return refuse(groups, g, needs[g])
-    return np.int64(0)
+    return 0
 
 
 _keep_path_need = _by_kind(growth.keep_need, recurrent.keep_need)
@@ -233,20 +231,20 @@ _rewind_checked = _checked(_rewind_need, _fits, _by_kind(growth.rewind, recurren
 def rewind(groups, ids, counts, now_ms):
     """Drop the last ``counts`` tokens of each sequence. Returns 0, or an error with nothing changed."""
     error = _rewind_checked(groups, ids, now_ms, (counts,))
-    for g in range(groups.shape[0] if error == 0 else 0):
+    for g in range(len(groups) if error == 0 else 0):
         _count_dropped(group_at(groups, g), counts)
     return error
 
 
 @jit
 def _count_dropped(group, counts):
-    for i in range(counts.shape[0] if finds(group) else 0):
+    for i in range(len(counts) if finds(group) else 0):
         counters_of(group).dropped_tokens += counts[i]
 
 
 @jit
 def _keep_need(group, ids, lengths, accepted, counts, dropped):
-    error = np.int64(growth.draft_error(group, ids, lengths, accepted, counts))
+    error = growth.draft_error(group, ids, lengths, accepted, counts)
     return error if error else _keep_path_need(group, ids, lengths, accepted, counts, dropped)
 
 
@@ -289,20 +287,20 @@ def release(groups, ids, store, now_ms):
     error = check_kinds(groups, ids, False, LIVE | SWAPPED)
     if error:
         return error
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         begin(group_at(groups, g), now_ms)
         give_up(group_at(groups, g), ids, store)
         release_rows(group_at(groups, g), ids, store)
-    return np.int64(0)
+    return 0
 
 
 @jit
 def release_saying(groups, ids, store, stop, returns, now_ms):
     """``release`` with hints of the engine for the policy: see ``stop`` and ``returns`` of the header."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group_at(groups, g).stop, group_at(groups, g).returns = stop, returns
     error = release(groups, ids, store, now_ms)
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group_at(groups, g).stop = group_at(groups, g).returns = 0
     return error
 
@@ -318,9 +316,9 @@ def fork(groups, ids, out):
     if out.size > first.free_rows:
         first.detail, first.bound = out.size, first.free_rows
         return refuse(groups, 0, SHORT_OF_SEQUENCES)
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         growth.fork(group_at(groups, g), ids, out)
-    return np.int64(0)
+    return 0
 
 
 @jit
@@ -333,10 +331,10 @@ def reorder(groups, ids, parents, store, now_ms, before, scratch):
     error = check_ids(groups, ids, True)
     if error:
         return error
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         begin(group_at(groups, g), now_ms)
         growth.reorder(group_at(groups, g), ids, parents, store, before, scratch)
-    return np.int64(0)
+    return 0
 
 
 # -- reservations ----------------------------------------------------------------------------------
@@ -345,7 +343,7 @@ def reorder(groups, ids, parents, store, now_ms, before, scratch):
 @jit
 def _become(groups, sequence_id, kind):
     """Turn the row of an open reservation into that of a sequence, or the reverse."""
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         sequences_of(group_at(groups, g))[sequence_id & 0xFFFFFFFF].live = kind
 
 
@@ -372,7 +370,7 @@ def abort_reserved(groups, ids, counts, now_ms):
     ``counts`` int64[1] is scratch.
     """
     _become(groups, ids[0], LIVE)
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         sequence = sequences_of(group)[slot_of(ids[0])]
         sequence.failed = 0  # nobody uses it any more
@@ -396,7 +394,7 @@ def _prefetch(group, matched, ids):
     for i in range(matched):
         if ids[i] == NONE:
             continue
-        b, device = np.int64(ids[i]), device_copy(group, np.int64(ids[i]))
+        b, device = ids[i], device_copy(group, ids[i])
         if device != NONE:
             ids[i] = b = device
         hold(group, b)
@@ -408,7 +406,7 @@ def _prefetch(group, matched, ids):
             if free_blocks(group, DEVICE) == 0:
                 matched = _drop_rest(group, ids, i, matched)
                 break
-            host = np.int64(ids[i])
+            host = ids[i]
             ids[i] = onboard(group, host)
             let_go(group, host)
             done += 1
@@ -421,7 +419,7 @@ def _drop_rest(group, ids, first, last):
     """Let go of ``ids[first:last]``, the last block first. Returns ``first``."""
     for i in range(last - 1, first - 1, -1):
         if ids[i] != NONE:
-            let_go(group, np.int64(ids[i]))
+            let_go(group, ids[i])
     return first
 
 
@@ -434,11 +432,11 @@ def _offload(group, keys):
     """
     blocks = blocks_of(group)
     done = 0
-    for i in range(keys.shape[0]):
+    for i in range(len(keys)):
         b = find_key(group, keys[i, 0], keys[i, 1])
         if b == NONE or device_copy(group, b) == NONE or host_copy(group, b) != NONE:
             continue
-        g = take_host(group, np.int64(blocks[b].priority))
+        g = take_host(group, blocks[b].priority)
         if g == NONE:
             break
         copy_content(group, b, g)
@@ -449,9 +447,9 @@ def _offload(group, keys):
         blocks[g].flags |= ONBOARDING
         done += 1
     counters_of(group).offloaded_blocks += done
-    for i in range(keys.shape[0] if done else 0):
+    for i in range(len(keys) if done else 0):
         b = find_key(group, keys[i, 0], keys[i, 1])
-        g = np.int64(NONE if b == NONE else host_copy(group, b))
+        g = NONE if b == NONE else host_copy(group, b)
         if g != NONE and blocks[g].flags & ONBOARDING:
             blocks[g].flags &= ~ONBOARDING
             let_go(group, g)
@@ -487,7 +485,7 @@ def _lost_one(group, slot):
     if sequences_of(group)[slot].live:
         row = (swapped_of(group) if sequences_of(group)[slot].live == SWAPPED else table_of(group))[slot]
         for i in range(sequences_of(group)[slot].blocks):
-            b = np.int64(row[i])
+            b = row[i]
             if b != NONE and blocks_of(group)[b].flags & LOST:
                 return True
     return False
@@ -500,7 +498,7 @@ def _reset(group, ids, now_ms):
     Pinned blocks lose their keys and keep their bytes until the last unpin.
     """
     blocks, index, children = blocks_of(group), index_of(group), children_of(group)
-    for i in range(index.shape[0]):
+    for i in range(len(index)):
         index[i] = NONE
     for i in range(group.child_buckets):
         children[i] = NONE
@@ -511,7 +509,7 @@ def _reset(group, ids, now_ms):
         blocks[b].other_copy = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
     begin(group, now_ms)
     give_up(group, ids, DROP)
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         sequences_of(group)[slot_of(ids[i])].live = LIVE
     release_rows(group, ids, DROP)
     on_reset(group)
@@ -528,18 +526,18 @@ def prefetch(groups, requests, ids, now_ms):
     """
     request = request_at(requests, 0)
     tokens = 0 if request.fresh else request.length
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         if finds(group) and not needs_all(group):
             tokens = findable(request)
     matched = look(groups, request, tokens // group_at(groups, 0).width, address_of(ids), 4 * ids.shape[1])
     done = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         group = group_at(groups, g)
         if finds(group):
             begin(group, now_ms)
             done += _prefetch(group, matched, ids[g])
-    return np.int64(done)
+    return done
 
 
 @jit
@@ -547,20 +545,20 @@ def offload(groups, keys, now_ms):
     """Copy device blocks by key (int64[n, 2]) to the host, as far as each group has room there. The device blocks stay.
     Returns blocks copied."""
     done = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         begin(group_at(groups, g), now_ms)
         done += _offload(group_at(groups, g), keys)
-    return np.int64(done)
+    return done
 
 
 @jit
 def refresh(groups, now_ms):
     """Give blocks whose time to live is over the default priority, at the back of its list. Returns how many."""
     done = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         begin(group_at(groups, g), now_ms)
         done += expire(group_at(groups, g), group_at(groups, g).blocks)
-    return np.int64(done)
+    return done
 
 
 @jit
@@ -572,18 +570,18 @@ def lose(groups, targets):
     (``sequences.check_ids``). Returns how many blocks lost their content.
     """
     lost = 0
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         begin(group_at(groups, g), group_at(groups, g).now)
-    for i in range(targets.shape[0]):
+    for i in range(len(targets)):
         g, b = place_of(groups, targets[i, 0])
         lost += 1 if _lose(group_at(groups, g), b, targets[i, 1]) else 0
     for slot in range(group_at(groups, 0).sequences):
         failed = False
-        for g in range(groups.shape[0]):
+        for g in range(len(groups)):
             failed |= _lost_one(group_at(groups, g), slot)
-        for g in range(groups.shape[0] if failed else 0):
+        for g in range(len(groups) if failed else 0):
             sequences_of(group_at(groups, g))[slot].failed = 1
-    return np.int64(lost)
+    return lost
 
 
 @jit
@@ -592,6 +590,6 @@ def reset(groups, ids, now_ms):
 
     Pinned blocks lose their keys and keep their bytes until the last unpin.
     """
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         _reset(group_at(groups, g), ids, now_ms)
     emit_cleared(group_at(groups, 0))

@@ -61,9 +61,9 @@ def _walk_lists(groups, g, seen):
     for which in range(LOWEST):
         b, before, count = lists[which, 0], NONE, 0
         while b != NONE:
-            if b < 0 or b >= blocks.shape[0]:
+            if b < 0 or b >= len(blocks):
                 return max(before, 0)
-            if blocks[b].prev != before or blocks[b].list != which or count > blocks.shape[0]:
+            if blocks[b].prev != before or blocks[b].list != which or count > len(blocks):
                 return b
             seen[b] += 1
             count += 1
@@ -79,13 +79,13 @@ def _walk_index(groups, g, seen):
     wrong bucket, else NONE."""
     group = group_at(groups, g)
     blocks, index = blocks_of(group), index_of(group)
-    for at in range(index.shape[0]):
+    for at in range(len(index)):
         b = index[at]
         while b != NONE:
-            if b < 0 or b >= blocks.shape[0]:
+            if b < 0 or b >= len(blocks):
                 return b
             seen[b] += 1
-            if seen[b] > 1 or bucket(blocks[b].key0, index.shape[0]) != at:
+            if seen[b] > 1 or bucket(blocks[b].key0, len(index)) != at:
                 return b
             b = blocks[b].chain
     return NONE
@@ -95,15 +95,15 @@ def _walk_index(groups, g, seen):
 def _walk_children(groups, g, seen):
     group = group_at(groups, g)
     blocks, index = blocks_of(group), children_of(group)
-    for at in range(index.shape[0]):
+    for at in range(len(index)):
         b, before = index[at], NONE
         while b != NONE:
-            if b < 0 or b >= blocks.shape[0]:
+            if b < 0 or b >= len(blocks):
                 return b
             seen[b] += 1
             if seen[b] > 1 or blocks[b].child_prev != before:
                 return b
-            if child_bucket(blocks[b].parent0, tokens_of(group)[b, 0], index.shape[0]) != at:
+            if child_bucket(blocks[b].parent0, tokens_of(group)[b, 0], len(index)) != at:
                 return b
             before, b = b, blocks[b].child_next
     return NONE
@@ -114,7 +114,7 @@ def _walk_windows(groups, g, seen):
     """For each sequence, the first block after the sinks that it still needs, into ``seen``."""
     group = group_at(groups, g)
     for slot in range(group.sequences):
-        seen[slot] = kept_from(group, np.int64(sequences_of(group)[slot].committed))
+        seen[slot] = kept_from(group, sequences_of(group)[slot].committed)
 
 
 @jit
@@ -122,7 +122,7 @@ def _wrong_key(groups, g):
     """A published block whose key is not the key of its parent, tokens and extra ids, else NONE."""
     group = group_at(groups, g)
     blocks, tokens = blocks_of(group), tokens_of(group)
-    for b in range(blocks.shape[0]):
+    for b in range(len(blocks)):
         if blocks[b].flags & (PUBLISHED | PENDING):
             key = key_in(group, tokens[b], extra_in(group, b), blocks[b].parent0, blocks[b].parent1)
             if key[0] != blocks[b].key0 or key[1] != blocks[b].key1:
@@ -149,7 +149,7 @@ def _wrong_chain(groups, g):
             if i >= done:
                 key0, key1 = column_key(group, slot, i, key0, key1)
             b = row[i]
-            if b < NONE or b >= blocks.shape[0]:
+            if b < NONE or b >= len(blocks):
                 return slot
             if b != NONE and blocks[b].flags & KEYED and (blocks[b].key0 != key0 or blocks[b].key1 != key1):
                 return slot

@@ -51,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_does_not_compare_extra_ids",
         "has_content",
-        "extra.shape[0] > 0 or blocks_of(group)[b].flags & EXTRA",
+        "len(extra) > 0 or blocks_of(group)[b].flags & EXTRA",
         "False",
         "Where two keys collide, a prompt about one image gets KV of another.",
         ("tests/state/test_safety.py::test_a_key_that_collides_is_not_a_hit_for_other_extra_ids",),
@@ -75,8 +75,8 @@ MUTATIONS = (
     Mutation(
         "extra_ids_are_not_in_the_key",
         "block_key",
-        "if some:\n    for i in range(extra.shape[0]):\n        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
-        "if False:\n    for i in range(extra.shape[0]):\n        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
+        "if some:\n    for i in range(len(extra)):\n        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
+        "if False:\n    for i in range(len(extra)):\n        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
         "Of two images behind the same tokens only one is ever cached.",
         ("tests/state/test_scenarios_reuse.py::test_extra_ids_are_part_of_the_key",),
     ),
@@ -216,7 +216,7 @@ MUTATIONS = (
     Mutation(
         "a_loss_fails_the_sequence_in_the_first_group_only",
         "lose",
-        "groups.shape[0] if failed else 0",
+        "len(groups) if failed else 0",
         "1 if failed else 0",
         "A group takes the end of a sequence for good whose bytes never came.",
         (
@@ -283,7 +283,7 @@ MUTATIONS = (
     Mutation(
         "an_import_is_not_pinned",
         "take_missing",
-        "change_word(blocks, np.int64(b), np.int64(0), np.int64(1))",
+        "change_word(blocks, b, 0, 1)",
         "",
         "A host block is evicted into while an import writes it.",
         ("tests/holders/test_import_blocks.py::test_what_is_being_written_cannot_be_found_or_evicted",),

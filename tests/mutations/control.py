@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         "forgetting_leaves_the_host_copy",
         "_erase",
-        "forget_both(group, device, np.int64(blocks_of(group)[device].other_copy))",
+        "forget_both(group, device, blocks_of(group)[device].other_copy)",
         "forget(group, device, NONE)",
         "Content that was to be forgotten comes back from the host.",
         (f"{_CONTROL}test_forgetting_is_reported",),
@@ -116,8 +116,8 @@ MUTATIONS = (
     Mutation(
         "keys_of_a_sequence_are_taken_from_behind_a_gap",
         "read_row",
-        "known == i and i < keys.shape[0] and blocks[b].flags & KEYED",
-        "i < keys.shape[0]",
+        "known == i and i < len(keys) and blocks[b].flags & KEYED",
+        "i < len(keys)",
         "A next turn is looked up under keys that no block has.",
         (f"{_KEYS}test_full_blocks_that_are_not_committed_are_hashed",),
     ),

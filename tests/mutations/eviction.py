@@ -73,8 +73,8 @@ MUTATIONS = (
     Mutation(
         "an_empty_block_is_taken_last",
         "victim",
-        "b = np.int64(lists[first + EMPTY, 0])",
-        "b = np.int64(NONE)",
+        "b = lists[first + EMPTY, 0]",
+        "b = NONE",
         "Content is evicted while blocks stand empty.",
         (f"{_EVICTION}::test_empty_blocks_are_taken_before_content_and_never_offloaded",),
     ),

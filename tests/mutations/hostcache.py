@@ -90,8 +90,8 @@ MUTATIONS = (
     Mutation(
         "a_host_cache_takes_the_newest",
         "touch",
-        "range(words.shape[0] - 1, -1, -1)",
-        "range(words.shape[0])",
+        "range(len(words) - 1, -1, -1)",
+        "range(len(words))",
         "The beginning of a prompt is evicted before its end, which then is of no use.",
         _MODEL,
     ),

@@ -47,7 +47,7 @@ MUTATIONS = (
         "a_claim_follows_the_content",
         "take_device",
         """
-b, deadline = take_victim(group, np.int64(DEVICE), PRIORITY_MAX)
+b, deadline = take_victim(group, DEVICE, PRIORITY_MAX)
 if b == NONE:
     raise RuntimeError("a block was taken that was not counted")
 if blocks[b].flags & INDEXED:
@@ -57,11 +57,11 @@ if blocks[b].flags & INDEXED:
 from kvpool.state.index import find_key
 from kvpool.state.policies.block_lists import unlink
 from kvpool.state.policies.policy import LISTS_PER_TIER, lists_of, victim
-b = victim(group, np.int64(DEVICE), PRIORITY_MAX)
+b = victim(group, DEVICE, PRIORITY_MAX)
 if b == NONE:
     raise RuntimeError("a block was taken that was not counted")
 if blocks[b].flags & INDEXED:
-    _evict(group, b, np.int64(NONE))
+    _evict(group, b, NONE)
     if find_key(group, blocks[b].key0, blocks[b].key1) >= group.device_blocks:
         blocks[b].list += LISTS_PER_TIER
 unlink(blocks, lists_of(group), b)
@@ -79,12 +79,12 @@ if n > 0:
 return n
 """,
         """
-for r in range(requests.shape[0]):
+for r in range(len(requests)):
     n = claim(groups, requests[r : r + 1], out[:, r : r + 1], allow_partial)
     if n <= 0:
-        return np.int64(r) if allow_partial else n
+        return r if allow_partial else n
     _fill(groups, requests[r : r + 1], out[:, r : r + 1], n, now_ms)
-return np.int64(requests.shape[0])
+return len(requests)
 """,
         "A request reuses less than its scheduler was told, since one before it in the batch has evicted the rest.",
         (f"{_FIVE}::test_a_batch_reuses_what_was_promised_before_it",),

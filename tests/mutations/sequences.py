@@ -29,7 +29,7 @@ MUTATIONS = (
     Mutation(
         "what_was_claimed_is_not_let_go_of",
         "_unhold_matches",
-        "unhold(group, np.int64(row[i]))",
+        "unhold(group, row[i])",
         "",
         "A call that raises costs blocks for good.",
         (_LATE,),
@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         "a_row_keeps_what_was_claimed_for_it",
         "_unhold_matches",
-        "unhold(group, np.int64(row[i]))\nrow[i] = NONE",
-        "unhold(group, np.int64(row[i]))",
+        "unhold(group, row[i])\nrow[i] = NONE",
+        "unhold(group, row[i])",
         "The row of a call that raised names blocks that it does not hold.",
         (_LATE,),
     ),
@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_stays_among_the_expiries",
         "admit._untime",
-        "stop_clock(group, np.int64(row[i]))",
+        "stop_clock(group, row[i])",
         "pass",
         "A block of a running sequence expires, and is a victim.",
         ("tests/state/test_scenarios_eviction.py::test_a_plain_hit_keeps_priority_and_ttl",),
@@ -277,7 +277,7 @@ MUTATIONS = (
     Mutation(
         "a_fork_holds_nothing",
         "fork",
-        "add_reference(blocks_of(group), np.int64(table[row, j]))",
+        "add_reference(blocks_of(group), table[row, j])",
         "pass",
         "Blocks of a fork are given away when its parent ends.",
         ("tests/sequences/test_forks.py::test_a_fork_takes_no_block_and_has_all_that_its_parent_has",),
@@ -361,8 +361,8 @@ MUTATIONS = (
     Mutation(
         "a_missing_sink_does_not_matter",
         "_reach",
-        "not has_block(group, np.int64(i), *args)",
-        "not has_block(group, np.int64(i), *args) and group.window == 0",
+        "for i in range(full):\n    if not has_block(group, i, *args):\n        return i",
+        "for i in range(full):\n    if not has_block(group, i, *args) and group.window == 0:\n        return i",
         "A prefix is reused though the first tokens, which all others see, are gone.",
         ("tests/sequences/test_groups.py::test_a_missing_sink_ends_what_can_be_reused",),
     ),

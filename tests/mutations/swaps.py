@@ -9,7 +9,7 @@ MUTATIONS = (
     Mutation(
         "a_refused_swap_keeps_what_it_claimed",
         "_unclaim",
-        "unhold(group, np.int64(targets[i]))",
+        "unhold(group, targets[i])",
         "pass",
         "A swap that raises costs host blocks for good.",
         ("tests/sequences/test_swaps.py::test_without_room_on_the_host_nothing_has_changed",),
@@ -57,7 +57,7 @@ MUTATIONS = (
     Mutation(
         "a_copy_to_the_host_does_not_wait_for_what_is_not_committed",
         "_note_written",
-        "emit_access(group, WROTE, stream, np.int64(row[i]))",
+        "emit_access(group, WROTE, stream, row[i])",
         "pass",
         "A sequence comes back with KV that was still being computed when it left.",
         ("tests/race/test_sequence_races.py::test_nothing_races[a_sequence_leaves_while_the_engine_still_writes_it]",),

@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "an_unpin_frees_what_is_still_held",
         "unpin",
-        "change_word(blocks_of(group_at(groups, g)), b, np.int64(0), np.int64(-1)) == 0",
-        "change_word(blocks_of(group_at(groups, g)), b, np.int64(0), np.int64(-1)) >= 0",
+        "change_word(blocks_of(group_at(groups, g)), b, 0, -1) == 0",
+        "change_word(blocks_of(group_at(groups, g)), b, 0, -1) >= 0",
         "A block of a running sequence is a victim once a reader lets go of it.",
         ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
     ),
@@ -105,8 +105,8 @@ MUTATIONS = (
     Mutation(
         "a_lease_is_unpinned_twice",
         "end_pins",
-        "ids.shape[0] and ids[0] != NONE",
-        "ids.shape[0]",
+        "len(ids) and ids[0] != NONE",
+        "len(ids)",
         "A destructor closes a lease that is being closed, and the pool takes a pin of the block before the first.",
         (
             "tests/holders/test_groups_pins.py::test_a_lease_that_a_destructor_closes_while_it_is_closed_is_unpinned_once",

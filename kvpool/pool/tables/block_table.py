@@ -226,7 +226,7 @@ def _first_rows(count: int) -> Int64s:
 @jit
 def _first_bad(rows: Int64s, available: int, seen: Bools) -> int:
     """The place of a row that does not exist or is named twice, else -1."""
-    for i in range(rows.shape[0]):
+    for i in range(len(rows)):
         if rows[i] < 0 or rows[i] >= available or seen[rows[i]]:
             return i
         seen[rows[i]] = True

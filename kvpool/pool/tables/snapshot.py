@@ -28,12 +28,12 @@ def used_blocks(group, ids):  # type: ignore[no-untyped-def]
     """The columns of the longest of these sequences, and the blocks of all. Without the state lock it is a guess, and
     ids may be wrong."""
     sequences = sequences_of(group)
-    most, total = np.int64(0), np.int64(0)
-    for i in range(ids.shape[0]):
+    most, total = 0, 0
+    for i in range(len(ids)):
         slot = ids[i] & 0xFFFFFFFF
         if slot < group.sequences:
             most, total = (
-                max(most, np.int64(sequences[slot].blocks)),
+                max(most, sequences[slot].blocks),
                 total + sequences[slot].blocks - holes(group, slot),
             )
     return most, total
@@ -48,7 +48,7 @@ def dense_room(groups, g, ids, planes, rows, columns, least):  # type: ignore[no
 @jit
 def csr_room(groups, g, ids):  # type: ignore[no-untyped-def]
     """Bytes of the buffer that ``stage_csr`` is likely to need."""
-    return 4 * (2 * ids.shape[0] + 1 + used_blocks(group_at(groups, g), ids)[1])
+    return 4 * (2 * len(ids) + 1 + used_blocks(group_at(groups, g), ids)[1])
 
 
 @jit
@@ -59,7 +59,7 @@ def check_streams(group, ids):  # type: ignore[no-untyped-def]
     if error or group.stream != NONE:
         return error
     sequences = sequences_of(group)
-    for i in range(1, ids.shape[0]):
+    for i in range(1, len(ids)):
         if sequences[ids[i] & 0xFFFFFFFF].stream != sequences[ids[0] & 0xFFFFFFFF].stream:
             group.detail = i
             return SEVERAL_STREAMS
@@ -76,18 +76,18 @@ def _copy_rows(group, slot, first, address, columns):  # type: ignore[no-untyped
 @jit
 def _width(group, ids, columns, least, cut):  # type: ignore[no-untyped-def]
     """How many columns an upload of ``least`` to ``columns`` has, or an error of ``stage_dense``."""
-    error = np.int64(check_streams(group, ids))
+    error = check_streams(group, ids)
     if error:
         return error
     sequences = sequences_of(group)
-    width = np.int64(least)
-    for i in range(ids.shape[0]):
-        row_blocks = np.int64(sequences[ids[i] & 0xFFFFFFFF].blocks)
+    width = least
+    for i in range(len(ids)):
+        row_blocks = sequences[ids[i] & 0xFFFFFFFF].blocks
         if row_blocks > columns and not cut:
             group.detail = i
             group.bound = row_blocks
-            return np.int64(TOO_LARGE)
-        width = max(width, min(row_blocks, np.int64(columns)))
+            return TOO_LARGE
+        width = max(width, min(row_blocks, columns))
     return width
 
 
@@ -103,23 +103,23 @@ def stage_dense(groups, g, ids, rows, planes, address, nbytes, columns, least, c
     width = _width(group, ids, columns, least, cut)
     if width < 0:
         return width
-    if staged_bytes(planes.shape[0], rows.shape[0], width) > nbytes:
+    if staged_bytes(len(planes), len(rows), width) > nbytes:
         return TOO_SMALL
-    to_ids, to_rows, to_planes = staged_views(address, planes.shape[0], rows.shape[0], width)
-    for p in range(planes.shape[0]):
+    to_ids, to_rows, to_planes = staged_views(address, len(planes), len(rows), width)
+    for p in range(len(planes)):
         for k in range(3):
             to_planes[p, k] = planes[p, k]
     first = 0
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot = ids[i] & 0xFFFFFFFF
         stream_of(group, slot)
         # Rows that follow each other are copied together: short copies cost more than their bytes.
-        if i + 1 == ids.shape[0] or width < group.columns or ids[i + 1] & 0xFFFFFFFF != slot + 1:
+        if i + 1 == len(ids) or width < group.columns or ids[i + 1] & 0xFFFFFFFF != slot + 1:
             _copy_rows(group, slot - (i - first), 0, address + 4 * first * width, (i + 1 - first) * width)
             first = i + 1
-    for i in range(rows.shape[0]):
+    for i in range(len(rows)):
         to_rows[i] = rows[i]
-        if i >= ids.shape[0]:
+        if i >= len(ids):
             to_ids[i] = -1
     return width
 
@@ -132,12 +132,12 @@ def write_dense(groups, ids, g, rows, planes, columns, cut, table, row_stride): 
     if _width(group, ids, columns, 0, cut) < 0:
         return 1
     sequences = sequences_of(group)
-    for p in range(planes.shape[0]):
+    for p in range(len(planes)):
         scale = planes[p, SCALE]
         offset = planes[p, OFFSET]
-        for i in range(ids.shape[0]):
+        for i in range(len(ids)):
             slot = ids[i] & 0xFFFFFFFF
-            filled = min(np.int64(sequences[slot].blocks), columns)
+            filled = min(sequences[slot].blocks, columns)
             place = table + planes[p, START] + rows[i] * row_stride
             target = array_at(place, (columns,), np.int32)
             _copy_rows(group, slot, 0, place, filled)
@@ -164,16 +164,16 @@ def stage_csr(groups, g, ids, address, nbytes, room):  # type: ignore[no-untyped
     if total > room:
         group.detail = total
         return TOO_LARGE
-    n = ids.shape[0]
+    n = len(ids)
     if 4 * (2 * n + 1 + total) > nbytes:
         return TOO_SMALL
     sequences = sequences_of(group)
     indptr, last = array_at(address, (n + 1,), np.int32), array_at(address + 4 * (n + 1), (n,), np.int32)
-    done = np.int64(0)
+    done = 0
     for i in range(n):
         slot = ids[i] & 0xFFFFFFFF
         stream_of(group, slot)
-        row_blocks, length = np.int64(sequences[slot].blocks), sequences[slot].length
+        row_blocks, length = sequences[slot].blocks, sequences[slot].length
         indptr[i] = done
         last[i] = (length - 1) % group.width + 1 if length else 0
         place, gone = address + 4 * (2 * n + 1 + done), holes(group, slot)

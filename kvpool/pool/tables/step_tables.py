@@ -119,31 +119,31 @@ def _number(group, ids, first, counts, packed, limits, numbers):  # type: ignore
     longest sequence. Errors: BAD_COUNT if the sequence at ``detail`` has ``bound`` tokens; PASSED if its first
     ``bound`` tokens may have no block; TOO_LARGE if the limit ``detail`` would have to be ``bound``.
     """
-    most = tokens = blocks = np.int64(0)
-    for i in range(ids.shape[0]):
+    most = tokens = blocks = 0
+    for i in range(len(ids)):
         slot = ids[i] & 0xFFFFFFFF
         sequence = sequences_of(group)[slot]
-        length, gone = np.int64(sequence.length), holes(group, slot)
-        begin = first[i] if first.shape[0] else np.int64(sequence.committed)
-        count = counts[i] if counts.shape[0] else length - begin
+        length, gone = sequence.length, holes(group, slot)
+        begin = first[i] if len(first) else sequence.committed
+        count = counts[i] if len(counts) else length - begin
         if begin < 0 or begin > length or count < 0 or count > length - begin:
             group.detail, group.bound = i, length
-            return np.int64(BAD_COUNT)
+            return BAD_COUNT
         end = begin + count
         if gone and begin < (group.sinks + gone) * group.width:
             group.detail, group.bound = i, (group.sinks + gone) * group.width
-            return np.int64(PASSED)
+            return PASSED
         pages = (end + group.width - 1) // group.width
         numbers[i, STORED] = blocks if packed else slot * group.columns
         numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY] = gone, end, tokens
         most, tokens, blocks = max(most, pages), tokens + count, blocks + pages - gone
-    for n in range(ids.shape[0], numbers.shape[0]):
+    for n in range(len(ids), len(numbers)):
         numbers[n, STORED], numbers[n, HOLES], numbers[n, LENGTH], numbers[n, QUERY] = blocks, 0, 0, tokens
     for limit in range(3):
         needed = tokens if limit == TOKENS else most if limit == PAGES else blocks
         if needed > limits[limit]:
             group.detail, group.bound = limit, needed
-            return np.int64(TOO_LARGE)
+            return TOO_LARGE
     return most
 
 
@@ -158,10 +158,10 @@ def write_host_step(groups, g, ids, first, counts, limits, numbers, places):  # 
     group = group_at(groups, g)
     error = check(group, ids, True)
     if error:
-        return np.int64(error)
+        return error
     most = _number(group, ids, first, counts, False, limits, numbers)
     if most >= 0:
-        write_step(address_of(numbers), ids.shape[0], group.table_at, False, group.width, group.sinks, places)
+        write_step(address_of(numbers), len(ids), group.table_at, False, group.width, group.sinks, places)
     return most
 
 
@@ -182,15 +182,15 @@ def stage_step(groups, g, ids, first, counts, limits, numbers, address, nbytes):
     group = group_at(groups, g)
     error = check_streams(group, ids)
     if error:
-        return np.int64(error)
-    behind = numbers_bytes(numbers.shape[0] - 1)
+        return error
+    behind = numbers_bytes(len(numbers) - 1)
     most = _number(group, ids, first, counts, True, limits, numbers)
     if most < 0:
         return most
-    if behind + 4 * numbers[numbers.shape[0] - 1, STORED] > nbytes:
-        return np.int64(TOO_SMALL)
+    if behind + 4 * numbers[len(numbers) - 1, STORED] > nbytes:
+        return TOO_SMALL
     memcpy(address, address_of(numbers), behind)
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         slot = ids[i] & 0xFFFFFFFF
         stream_of(group, slot)
         row, place = group.table_at + 4 * slot * group.columns, address + behind + 4 * numbers[i, STORED]

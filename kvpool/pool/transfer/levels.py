@@ -21,7 +21,7 @@ def _drop_overwritten(copy_ops: Any, whole: Any, scratch: Any, level: Any) -> in
     """Mark copy ops whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
     the start and at the end."""
     dropped = 0
-    for i in range(copy_ops.shape[0] - 1, -1, -1):
+    for i in range(len(copy_ops) - 1, -1, -1):
         source, target = copy_ops[i, SOURCE], copy_ops[i, TARGET]
         if scratch[target, 0] == _DEAD:
             level[i] = DROPPED
@@ -30,7 +30,7 @@ def _drop_overwritten(copy_ops: Any, whole: Any, scratch: Any, level: Any) -> in
         if copy_ops[i, TOKENS] >= whole[target]:
             scratch[target, 0] = _DEAD
         scratch[source, 0] = _LIVE
-    for i in range(copy_ops.shape[0]):
+    for i in range(len(copy_ops)):
         scratch[copy_ops[i, SOURCE], 0] = scratch[copy_ops[i, TARGET], 0] = 0
     return dropped
 
@@ -40,7 +40,7 @@ def _assign(copy_ops: Any, scratch: Any, level: Any) -> int:
     """Set the level of each copy op that is not dropped. It is higher than the levels of earlier copy ops that write
     its source, and of earlier copy ops that read or write its target."""
     last = 0
-    for i in range(copy_ops.shape[0]):
+    for i in range(len(copy_ops)):
         if level[i] == DROPPED:
             continue
         source, target = copy_ops[i, SOURCE], copy_ops[i, TARGET]
@@ -50,7 +50,7 @@ def _assign(copy_ops: Any, scratch: Any, level: Any) -> int:
         scratch[source, 1] = max(scratch[source, 1], op_level)
         level[i] = op_level - 1
         last = max(last, op_level)
-    for i in range(copy_ops.shape[0]):
+    for i in range(len(copy_ops)):
         for block in (copy_ops[i, SOURCE], copy_ops[i, TARGET]):
             scratch[block, 0] = scratch[block, 1] = 0
     return last

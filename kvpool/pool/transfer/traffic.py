@@ -18,13 +18,13 @@ def _count(copy_ops: Int64s, groups: Int64s, token_bytes: Int64s, nanoseconds: i
     part is scratch."""
     moved, total = totals[2], 0
     moved[:] = 0
-    for i in range(copy_ops.shape[0]):
+    for i in range(len(copy_ops)):
         # No block is copied from one group to another.
-        g = place_of(groups, copy_ops[i, TARGET])[0] if groups.shape[0] > 1 else 0
+        g = place_of(groups, copy_ops[i, TARGET])[0] if len(groups) > 1 else 0
         nbytes = copy_ops[i, TOKENS] * token_bytes[g]
         moved[g, copy_ops[i, DIRECTION]] += nbytes
         total += nbytes
-    for g in range(groups.shape[0]):
+    for g in range(len(groups)):
         for direction in range(DIRECTIONS):
             totals[0, g, direction] += moved[g, direction]
             totals[1, g, direction] += np.int64(moved[g, direction] * (nanoseconds / max(total, 1)))

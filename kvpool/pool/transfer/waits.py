@@ -44,7 +44,7 @@ def _need(write: Int64s, read: Int64s, b: int, stream: int, writes: bool, guards
 
 @jit(nogil=False)
 def _need_of_copies(write: Int64s, read: Int64s, copy_ops: Int64s, stream: int, guards: int, need: Int64s) -> None:
-    for i in range(copy_ops.shape[0]):
+    for i in range(len(copy_ops)):
         _need(write, read, copy_ops[i, SOURCE], stream, False, guards >> COPY_READS, need)
         _need(write, read, copy_ops[i, TARGET], stream, True, guards >> COPY_WRITES, need)
 
@@ -53,7 +53,7 @@ def _need_of_copies(write: Int64s, read: Int64s, copy_ops: Int64s, stream: int, 
 def _need_of_accesses(write: Int64s, read: Int64s, rows: Int64s, guards: int, need: Int64s, waits: Bools) -> None:
     """Fill ``need`` int64[streams, streams], by the stream that waits. ``waits`` bool[streams] says which streams
     wait."""
-    for i in range(rows.shape[0]):
+    for i in range(len(rows)):
         kind, stream, block = rows[i, 0], rows[i, 1], rows[i, 2]
         if kind == WILL_READ:
             _need(write, read, block, stream, False, guards >> ENGINE_READS, need[stream])
@@ -65,13 +65,13 @@ def _need_of_accesses(write: Int64s, read: Int64s, rows: Int64s, guards: int, ne
 
 @jit(nogil=False)
 def _need_of_host(write: Int64s, read: Int64s, ids: Int64s, writes: bool, need: Int64s) -> None:
-    for i in range(ids.shape[0]):
+    for i in range(len(ids)):
         _need(write, read, ids[i], -1, writes, 3, need)
 
 
 @jit(nogil=False)
 def _mark_copies(write: Int64s, read: Int64s, copy_ops: Int64s, stream: int, stream_point: int) -> None:
-    for i in range(copy_ops.shape[0]):
+    for i in range(len(copy_ops)):
         read[copy_ops[i, SOURCE], stream] = stream_point
         write[copy_ops[i, TARGET]] = (stream_point << _SLOT_BITS) | stream
 
@@ -81,7 +81,7 @@ def _survey(rows: Int64s, done: Bools) -> bool:
     """Mark the streams that have used blocks in ``done`` bool[streams]. Returns whether a stream follows another
     one."""
     follows = False
-    for i in range(rows.shape[0]):
+    for i in range(len(rows)):
         if rows[i, 0] == ACCESSED or rows[i, 0] == WROTE:
             done[rows[i, 1]] = True
         elif rows[i, 0] == FOLLOWS:
@@ -91,7 +91,7 @@ def _survey(rows: Int64s, done: Bools) -> bool:
 
 @jit(nogil=False)
 def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, stream_points: Int64s) -> None:
-    for i in range(rows.shape[0]):
+    for i in range(len(rows)):
         stream = rows[i, 1]
         if rows[i, 0] == WROTE:
             write[rows[i, 2]] = (stream_points[stream] << _SLOT_BITS) | stream
