@@ -45,6 +45,11 @@ class Talks:
     def owners(self) -> Any:
         return self.cache.core.states[0].blocks["owner"]
 
+    @property
+    def records(self) -> list[Any]:
+        """All that the policy knows."""
+        return [*(array for array in vars(self.policy).values() if isinstance(array, np.ndarray)), self.owners]
+
     def turn(self, name: str, more: int, at: float | None = None, retention: Any = None, **said: Any) -> int:
         """Continue a conversation with that many new blocks. Return how many were hits."""
         self.clock.now = self.clock.now if at is None else int(at * 1000)
@@ -402,11 +407,11 @@ def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
         opened.policy.policy_state["follows"] = AGENT
         five(opened)
         live = opened.cache.add_sequence(range(5000, 5030))
-        before = [array.tobytes() for array in (*opened.policy.arrays, opened.owners)]
+        before = [array.tobytes() for array in opened.records]
         opened.cache.plan_batch([[*opened.texts["talk 1"], 7]])
         with pytest.raises(OutOfBlocks):
             opened.cache.add_sequence(opened.texts["talk 1"][:5] + list(range(9000, 9050)))
-        assert [array.tobytes() for array in (*opened.policy.arrays, opened.owners)] == before
+        assert [array.tobytes() for array in opened.records] == before
         opened.cache.verify()
         opened.cache.release(live)
 
@@ -442,7 +447,7 @@ def five(opened: Talks) -> None:
 def test_verify_sees_a_broken_record(check: str) -> None:
     with talks(60, "adaptive") as opened:
         five(opened)
-        arrays = [*opened.policy.arrays, opened.owners]
+        arrays = opened.records
         kept = [array.copy() for array in arrays]
         strange = [lambda state: opened.owners.__setitem__(0, 1 << 20)] if check == "chains" else []
         for wrong in BROKEN[check] + strange:
