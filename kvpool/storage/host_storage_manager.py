@@ -222,9 +222,9 @@ class HostStorageManager(Closing):
         with open_workers(store_list, worker_of) as self._workers:
             self._adapter = HostCacheAdapter(cache, self._workers, mode, save_room, limit)
             self._storage = TierStorage[bytes](
-                self._adapter, self._workers, cache.host_blocks, save_seconds, chosen, load_room, UNREAD_SECONDS, clock
+                self._adapter, self._workers, cache.host_blocks, save_seconds, chosen, load_room, UNREAD_SECONDS
             )
-            self._loads = KeyLoads(cache, self._storage, load_seconds, retry_seconds, spare, clock)
+            self._loads = KeyLoads(cache, self._storage, load_seconds, retry_seconds, spare)
 
     # -- what the scheduler calls --------------------------------------------------------------------
 

@@ -57,9 +57,8 @@ class KeyLoads:
         seconds: float,
         retry_seconds: float,
         spare: Callable[[], float],
-        clock: Callable[[], float],
     ) -> None:
-        self._cache, self._storage, self._spare, self._clock = cache, storage, spare, clock
+        self._cache, self._storage, self._spare, self._clock = cache, storage, spare, storage.clock
         self._seconds, self._retry_seconds = seconds, retry_seconds
         # Keys that are looked for, with their deadlines. What the next ``begin`` is to do for them: keys by the number
         # of a store, whether it is known to have them, and the hit that they are of.

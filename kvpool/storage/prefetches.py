@@ -138,9 +138,8 @@ class Prefetches:
         pool: KVCacheManager,
         adapter: PoolAdapter,
         storage: TierStorage[Content],
-        clock: Callable[[], float],
     ) -> None:
-        self._pool, self._adapter, self._storage, self._clock = pool, adapter, storage, clock
+        self._pool, self._adapter, self._storage, self._clock = pool, adapter, storage, storage.clock
         self._fetches: list[_Fetch] = []
         self.ended: Counter[str] = Counter()
         self.found_blocks = 0

@@ -219,9 +219,8 @@ class StorageManager(Closing):
             memory = staging_rows(rows, nbytes + padding)
             return make(store, memory, identity, name=name, health=health, row_padding=padding)
 
-        self._orders: deque[tuple[Future[Forgotten], Callable[[], Forgotten]]] = deque()
+        self._orders: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()
-        self._asked: deque[Prefetch] = deque()
         self._idle = Bell()
         self._turns = self._awaited = 0
         self._quiet = self._ended = self._closing = False
@@ -236,9 +235,9 @@ class StorageManager(Closing):
                 sizes = [kinds * worker.block_bytes for worker in self._workers]
                 policies = [LoadOrCompute(prefill_tokens_per_s, size, pool.tokens_per_block) for size in sizes]
             self._storage = TierStorage[Content](
-                self._adapter, self._workers, queued, longest, policies, promotions, UNUSED_SECONDS, clock
+                self._adapter, self._workers, queued, longest, policies, promotions, UNUSED_SECONDS
             )
-            self._prefetches = Prefetches(pool, self._adapter, self._storage, clock)
+            self._prefetches = Prefetches(pool, self._adapter, self._storage)
             self._unsaved = Unsaved(pool, mode, rows)
             self._thread = threading.Thread(target=self._run, name="kvpool-storage", daemon=True)
             self._thread.start()
@@ -271,7 +270,7 @@ class StorageManager(Closing):
         seconds = self._load_seconds if timeout is None else number_argument("timeout", timeout)
         now_s = self._clock()
         handle = Prefetch(keys, now_s + seconds, now_s + number_argument("spare", spare))
-        self._wake_for(self._asked, handle)
+        self._order(lambda: self._prefetches.begin(handle)).add_done_callback(partial(_end_failed, handle))
         return handle
 
     def match_prefix(self, prompt: Prompt) -> Match:
@@ -396,11 +395,11 @@ class StorageManager(Closing):
             raise TypeError(f"prompt: expected exactly one of them, got {prompt!r:.80}, namespace={namespace!r:.80}")
         if namespace is not None:
             pair = namespace_argument("namespace", namespace)
-            return self._ordered(lambda: self._forget_namespace(pair))
+            return self._order(lambda: self._forget_namespace(pair)).result()
         exact_prompt: Any = in_numpy("prompt", prompt)
         alone = is_keys(exact_prompt) and not isinstance(exact_prompt, BlockKeys)
         blocks = key_rows(exact_prompt) if alone else self._pool.block_keys(exact_prompt)
-        return self._ordered(lambda: self._forget_blocks(blocks))
+        return self._order(lambda: self._forget_blocks(blocks)).result()
 
     def clear(self, force: bool = False) -> Forgotten:
         """Do what ``KVCacheManager.clear`` does, and drop everything of this identity from every store.
@@ -432,7 +431,7 @@ class StorageManager(Closing):
         Changes the pool.
         """
         force = bool_argument("force", force)
-        return self._ordered(lambda: self._forget_all(force))
+        return self._order(lambda: self._forget_all(force)).result()
 
     @property
     def pool(self) -> KVCacheManager:
@@ -542,11 +541,8 @@ class StorageManager(Closing):
         finally:
             with self._lock:
                 self._ended = True
-                for handle in self._asked:
-                    handle.end("closed")
                 for order, _ in self._orders:
                     order.set_exception(PoolClosed(_ENDED))
-                self._asked.clear()
                 self._idle.ring()
             self._prefetches.stop_all("closed")
             self._storage.give_up("cancelled")
@@ -554,17 +550,14 @@ class StorageManager(Closing):
 
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""
-        for _ in range(len(self._orders)):
+        orders = len(self._orders)
+        for _ in range(orders):
             order, work = self._orders.popleft()
             try:
                 order.set_result(work())
             except BaseException as error:  # It is raised where it was wanted.
                 order.set_exception(error)
         busy = self._storage.poll()
-        asked = len(self._asked)
-        for _ in range(asked):
-            self._begin(self._asked[0])
-            self._asked.popleft()
         self._prefetches.turn()
         unsaved, behind = self._unsaved.next(whole=self._turns < self._awaited)
         self._storage.enqueue(unsaved)
@@ -573,7 +566,7 @@ class StorageManager(Closing):
             time.sleep(REST_SECONDS)
         with self._lock:
             self._turns += not behind
-            waits = asked or self._asked or self._storage.waiting or self._prefetches.in_flight
+            waits = orders or self._orders or self._storage.waiting or self._prefetches.in_flight
             self._quiet = not (busy or more or waits or self._storage.in_flight)
             if self._quiet:
                 self._idle.ring()
@@ -582,30 +575,16 @@ class StorageManager(Closing):
         until = self._prefetches.next_deadline()
         return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))
 
-    def _ordered(self, work: Callable[[], Forgotten]) -> Forgotten:
-        """Have the thread do this between its turns, and wait for it."""
-        order: Future[Forgotten] = Future()
-        self._wake_for(self._orders, (order, work))
-        return order.result()
-
-    def _wake_for(self, line: deque[T], task: T) -> None:
-        """Have the thread do something. Raises PoolClosed."""
+    def _order(self, work: Callable[[], T]) -> Future[T]:
+        """Have the thread do this between its turns. Raises PoolClosed."""
+        order: Future[T] = Future()
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)
-            line.append(task)
+            self._orders.append((order, work))
             self._quiet = False
         os.eventfd_write(self._wake, 1)
-
-    def _begin(self, handle: Prefetch) -> None:
-        """Begin a prefetch. What is wrong with one must not end all."""
-        try:
-            self._prefetches.begin(handle)
-        except PoolClosed:
-            raise
-        except Exception:
-            _log.exception("a prefetch has failed")
-            handle.end("failed")
+        return order
 
     # -- what must go: between two turns, so that nothing is half imported or copied -----------------
 
@@ -656,6 +635,16 @@ class StorageManager(Closing):
         for number in range(len(self._workers)):
             self._stored.note(number, known, False)
         return Forgotten(blocks, drops)
+
+
+def _end_failed(handle: Prefetch, order: Future[None]) -> None:
+    """End a prefetch that could not begin. What is wrong with one does not end all."""
+    error = order.exception()
+    if isinstance(error, PoolClosed):
+        handle.end("closed")
+    elif error is not None:
+        _log.error("a prefetch has failed", exc_info=error)
+        handle.end("failed")
 
 
 def _host_blocks(pool: object) -> list[int]:

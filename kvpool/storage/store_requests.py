@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -112,7 +113,6 @@ class StoreRequest:
     """How many blocks calls of the store have begun with, the first ones."""
     _running: int = 0
     _counted: dict[str, int] | None = None
-    _hashed: tuple[list[bytes], frozenset[bytes]] | None = None
 
     def __post_init__(self) -> None:
         count = 1 if self.kind == CLEAR else len(self.keys)
@@ -193,20 +193,15 @@ class StoreRequest:
 
     # -- called by the worker: all but the keys with its lock held ------------------------------------
 
-    def hashed(self) -> tuple[list[bytes], frozenset[bytes]]:
-        """The keys of its blocks in the store, in order, and as a set. They are hashed by the first call."""
-        if self._hashed is None:
-            keys = [key.tobytes() for key in self._secret.keys(self.keys)]
-            self._hashed = keys, frozenset(keys)
-        return self._hashed
-
-    @property
+    @cached_property
     def key_bytes(self) -> list[bytes]:
-        return self.hashed()[0]
+        """The keys of its blocks in the store, in order. The first use hashes them."""
+        return [key.tobytes() for key in self._secret.keys(self.keys)]
 
-    @property
+    @cached_property
     def key_set(self) -> frozenset[bytes]:
-        return self.hashed()[1]
+        """``key_bytes`` as a set."""
+        return frozenset(self.key_bytes)
 
     def call_begins(self, part: slice, now: float) -> Rows:
         """A call of the store begins with these blocks. Returns the places of those that are not decided yet."""

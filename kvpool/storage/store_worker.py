@@ -752,9 +752,9 @@ class StoreWorker(Closing):
             with self._queue.lock:
                 others = self._queue.kept_from_drops()
             for other in (request, *others):
-                other.hashed()
+                _ = other.key_set
         elif request.kind != CLEAR and len(self._queue.drops):
-            request.hashed()
+            _ = request.key_bytes
 
     def _let_go(self, request: StoreRequest) -> None:
         with self._queue.lock:

@@ -137,9 +137,8 @@ class TierStorage(Generic[Block]):
         policies: Sequence[LoadPolicy | None],
         room: int,
         unread_seconds: float,
-        clock: Callable[[], float],
     ) -> None:
-        self._tier, self.workers, self._clock = tier, workers, clock
+        self._tier, self.workers, self.clock = tier, workers, workers[0].now
         self._queued_blocks, self._save_seconds = queued_blocks, save_seconds
         self._policies, self._room, self._unread_seconds = policies, room, unread_seconds
         self._queues: list[dict[Block, Any]] = [{} for _ in workers]
@@ -168,7 +167,7 @@ class TierStorage(Generic[Block]):
         for number, worker in enumerate(self.workers[first:] if blocks else (), first):
             if not worker.usable(FIND):
                 continue
-            now_s, end = self._clock(), search.end
+            now_s, end = self.clock(), search.end
             # One store that hangs leaves time for those behind it.
             deadline = end if number + 1 == len(self.workers) else now_s + (end - now_s) / 2
             names, (tag, _) = self._tier.names(blocks, with_contexts=False), self._tier.space(worker, blocks[0])
@@ -268,7 +267,7 @@ class TierStorage(Generic[Block]):
         if not pinned:
             return count
         names, done = self._tier.names(pinned, with_contexts=True), partial(self._saved, number, pinned)
-        end = self._clock() + self._save_seconds
+        end = self.clock() + self._save_seconds
         try:
             self._saves[worker.save(names, rows, done, tag=tag, limit=limit, deadline=end)] = done
         except StoreBusy:
@@ -314,7 +313,7 @@ class TierStorage(Generic[Block]):
     @property
     def free(self) -> int:
         """How many blocks may be loaded now."""
-        now_s = self._clock()
+        now_s = self.clock()
         while self.unread and next(iter(self.unread.values())).until <= now_s:
             self.drop(next(iter(self.unread)))
         return max(0, self._room - len(self.unread) - len(self.coming))
@@ -417,7 +416,7 @@ class TierStorage(Generic[Block]):
             return None
         others = [loading for loading in self._loadings if loading.number == number]
         ahead = before + sum(len(loading.blocks) for loading in others)
-        now_s = self._clock()
+        now_s = self.clock()
         begun = [loading.attempt.at for loading in others if loading.attempt and not loading.over]
         waited = max(0.0, now_s - min(begun, default=now_s))
         load = policy.choose(places, ahead * self.workers[number].block_bytes, spare, waited)
@@ -473,7 +472,7 @@ class TierStorage(Generic[Block]):
     def enter(self, loading: Loading[Block], ok: Bools) -> list[Block]:
         """Publish blocks of a load that is done, bool[n] of them. Returns those that the tier has now, which wait for
         their reader. Raises what ``HostTierAdapter.publish`` raises."""
-        chosen, now_s = list(compress(loading.blocks, ok.tolist())), self._clock()
+        chosen, now_s = list(compress(loading.blocks, ok.tolist())), self.clock()
         loading.over = True
         published = self._tier.publish(self.workers[loading.number], chosen, loading.rows[ok])
         arrived = list(compress(chosen, published))
@@ -526,7 +525,7 @@ class TierStorage(Generic[Block]):
         for loading in list(self._loadings):
             loading.over = True
             if loading.attempt is not None:
-                loading.attempt.end(self._clock(), measured=False)
+                loading.attempt.end(self.clock(), measured=False)
             request = begun.get(loading)
             if request is not None:
                 request.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -25,15 +25,14 @@ _KINDS = {
 }
 _EVICTING = ("disk", "memory")
 """what evicts by itself, and takes a policy"""
-_SIZES = ("capacity", "segment")
-"""options in bytes"""
 _PLACES = {"disk": "PATH", "mooncake": "HOST:PORT", "peer": "tcp://HOST:PORT", "s3": "//BUCKET/PREFIX"}
 """the place that these kinds need, after the colon"""
 _OBJECTS = ("clock", "client", "secret", "system", "token", "transform")
 """parameters that cannot be given as text, or must not appear in one"""
-_COUNTS = ("connections", "index_blocks", "threads")
-"""options that are integers"""
-_SECONDS = ("timeout",)
+_COUNT: tuple[Callable[[str], float], str, str] = int, "a number", "[0-9]{1,20}"
+_NUMBERS = dict.fromkeys(("connections", "index_blocks", "threads"), _COUNT)
+_NUMBERS["timeout"] = float, "seconds", r"[0-9]{1,9}(\.[0-9]{0,9})?"
+"""Options that are numbers: their type, its name in messages, and how they are written."""
 
 
 def open_store(text: str, **names: str | int | None) -> Store:
@@ -91,16 +90,14 @@ def open_store(text: str, **names: str | int | None) -> Store:
             f"store: expected policy= in {accepted} alone, since others choose what goes, got {text!r:.80}"
         )
     own_name = options.pop("name", None) if kind in _KINDS else None
-    for name in set(options) & set(_SIZES):
-        options[name] = bytes_argument(name, options[name])
-    for name in set(options) & set(_COUNTS):
-        if not re.fullmatch("[0-9]{1,20}", options[name]):
-            raise ValueError(f"store.{name}: expected a number, got {options[name]!r:.80} in {text!r:.80}")
-        options[name] = int(options[name])
-    for name in set(options) & set(_SECONDS):
-        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", options[name]):
-            raise ValueError(f"store.{name}: expected seconds, got {options[name]!r:.80} in {text!r:.80}")
-        options[name] = float(options[name])
+    for name, value in options.items():
+        if name in ("capacity", "segment"):
+            options[name] = bytes_argument(name, value)
+        elif name in _NUMBERS:
+            number, what, pattern = _NUMBERS[name]
+            if not re.fullmatch(pattern, value):
+                raise ValueError(f"store.{name}: expected {what}, got {value!r:.80} in {text!r:.80}")
+            options[name] = number(value)
     make = _class_of(kind)
     _check_options(kind, make, place, options)
     try:
