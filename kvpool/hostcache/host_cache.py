@@ -38,7 +38,7 @@ from kvpool.hostcache.host_stats import HostCacheStats, HostUsage, stats_of, usa
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, missing, one_key, packed, unpacked
 from kvpool.hostcache.reserved_keys import Reserved, reserved_of
-from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of, identity_of
+from kvpool.hostcache.tier import block_argument, fingerprint_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import secret_argument
 from kvpool.pool.core import MAX_MS, Names, host_states
@@ -134,7 +134,7 @@ class HostCache(Closing):
     ) -> None:
         self.policy = choice_argument("policy", policy, POLICIES)
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
-        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_of(identity, block_bytes)
+        self.block_bytes, self.identity = block_argument(block_bytes, identity)
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
         secret_bytes, self._clock = secret_argument(secret), clock_argument(clock)
         events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)

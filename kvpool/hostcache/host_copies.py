@@ -14,7 +14,7 @@ import numpy as np
 from kvpool.common.arguments import Ids, id_array, list_argument
 from kvpool.common.arrays import Int64s
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.common.arrays.paged import PagedKV, Plane
+from kvpool.common.arrays.paged import PagedKV
 from kvpool.common.arrays.strided import as_strided
 from kvpool.common.jit import jit
 from kvpool.common.process import Closing, Process
@@ -544,8 +544,10 @@ class Pages:
             host = offset, tokens * heads * run, *inner
             if place is not None:
                 host = *place.planes[index], run
-            rows.append((plane.block_stride, plane.token_stride, plane.head_stride, heads, run, *host))
             offset += blocks_per_host_block * tokens * heads * run
+            if plane.head_stride == host[-1] == run:  # heads follow each other in both memories
+                heads, run = 1, heads * run
+            rows.append((plane.block_stride, plane.token_stride, plane.head_stride, heads, run, *host))
         self._planes = np.array(rows, np.int64)
         self.first_byte, self._layer_bytes, self.nbytes = first_byte, offset, cache.layers * offset
         if place is not None:
@@ -553,10 +555,9 @@ class Pages:
             last = self._planes[:, [_OFFSET, _HOST_BLOCK, _HOST_TOKEN]] @ [1, self.blocks - 1, tokens - 1]
             ends = last + self._planes[:, _HEADS] * self._planes[:, _RUN]
             self.nbytes = (cache.layers - 1) * self._layer_bytes + int(ends.max())
-        self._pieces = cache.layers * sum(
-            _pieces_of(plane, cache.tokens_per_block, row[_HOST_TOKEN], row[_HOST_HEAD])
-            for plane, row in zip(cache.planes, rows, strict=True)
-        )
+        in_pieces = (self._planes[:, [_TOKEN, _HOST_TOKEN]] != self._planes[:, [_RUN]]).any(axis=1)
+        self._pieces = cache.layers * int((self._planes[:, _HEADS] * np.where(in_pieces, tokens, 1)).sum())
+        """The most fragments of a block, as ``_add_block`` adds them."""
 
     def fragments(
         self,
@@ -580,15 +581,6 @@ class Pages:
         span = Span(self.cache.tokens_per_block, self.blocks, first, end, place, host_stride, step, into_host)
         out, cursor = np.empty((len(blocks) * self._pieces, 3), np.int64), np.zeros(3, np.int64)
         return out[: _cut(bases, self._planes, blocks, host_blocks, span, out, cursor)]
-
-
-def _pieces_of(plane: Plane, tokens: int, host_token: int, host_head: int) -> int:
-    """The most fragments of one plane of a block, as ``_add_block`` adds them."""
-    if host_head > host_token:
-        return plane.heads if plane.token_stride == plane.run_bytes else plane.heads * tokens
-    if plane.heads > 1 and plane.head_stride != plane.run_bytes:
-        return tokens * plane.heads
-    return 1 if plane.token_stride == host_token == plane.heads * plane.run_bytes else tokens
 
 
 @jit
@@ -628,24 +620,17 @@ def _cut(bases: Any, planes: Any, blocks: Any, host_blocks: Any, span: Any, out:
 
 @jit
 def _add_block(out: Any, cursor: Any, engine: int, host: int, plane: Any, tokens: Any, into_host: bool) -> None:
-    """Add some tokens of one plane of a block."""
+    """Add some tokens of one plane of a block, in the order of the host's bytes."""
     first, end = tokens
-    token, head, run, heads = plane[_TOKEN], plane[_HEAD], plane[_RUN], plane[_HEADS]
-    host_token, host_head = plane[_HOST_TOKEN], plane[_HOST_HEAD]
-    if host_head > host_token:  # heads before tokens
-        for h in range(heads):
-            if token == run:
-                source, target = engine + h * head + first * run, host + h * host_head + first * run
-                _add(out, cursor, source, target, (end - first) * run, into_host)
-                continue
-            for t in range(first, end):
-                _add(out, cursor, engine + h * head + t * token, host + h * host_head + t * host_token, run, into_host)
-        return
-    joined = heads == 1 or head == run
-    if joined and token == host_token == heads * run:
-        _add(out, cursor, engine + first * token, host + first * token, (end - first) * token, into_host)
-        return
-    for t in range(first, end):
-        for h in range(1 if joined else heads):
-            nbytes = heads * run if joined else run
-            _add(out, cursor, engine + t * token + h * head, host + t * host_token + h * host_head, nbytes, into_host)
+    run = plane[_RUN]
+    if plane[_TOKEN] == run and plane[_HOST_TOKEN] == run:  # tokens follow each other in both memories
+        engine, host, run = engine + first * run, host + first * run, (end - first) * run
+        first, end = 0, 1
+    outer = first, end, plane[_TOKEN], plane[_HOST_TOKEN]
+    inner = 0, plane[_HEADS], plane[_HEAD], plane[_HOST_HEAD]
+    if plane[_HOST_HEAD] > plane[_HOST_TOKEN]:
+        outer, inner = inner, outer
+    for i in range(outer[0], outer[1]):
+        for j in range(inner[0], inner[1]):
+            source, target = engine + i * outer[2] + j * inner[2], host + i * outer[3] + j * inner[3]
+            _add(out, cursor, source, target, run, into_host)

@@ -82,7 +82,7 @@ class ModelIdentity:
     """The BlockLayouts that ``layout`` was given as; none if it was a text."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layouts", _layouts(self.layout))
+        object.__setattr__(self, "layouts", layouts_of(self.layout))
         if self.layouts:
             object.__setattr__(self, "layout", " ".join(layout.fingerprint for layout in self.layouts))
         for name in (field.name for field in fields(self)):
@@ -144,8 +144,8 @@ def _has_part(whole: BlockLayout, part: BlockLayout) -> bool:
     return same and whole.layers >= part.layers and whole.kv_heads >= part.kv_heads
 
 
-def _layouts(layout: object) -> tuple[BlockLayout, ...]:
-    """The layouts that an identity was given; none for anything else."""
+def layouts_of(layout: object) -> tuple[BlockLayout, ...]:
+    """The layouts of an argument that is one or a list of them; none for anything else."""
     layouts = [layout] if isinstance(layout, BlockLayout) else layout
     if isinstance(layouts, (list, tuple)) and all(isinstance(part, BlockLayout) for part in layouts):
         return tuple(layouts)

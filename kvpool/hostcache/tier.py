@@ -19,29 +19,23 @@ from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier
 from kvpool.device.memory.main_memory import MainMemory, SharedMemory, available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.errors import InsufficientMemory, PoolClosed
-from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
+from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument, layouts_of
 
 VERSION = 1
 BLOCK_BYTES_MAX = 2**31 - 1
 _TEXT_MAX = 1 << 20
 
 
-def block_bytes_argument(block_bytes: object) -> int:
-    """The bytes of a host block, which may be given by layouts. Raises TypeError or ValueError."""
-    layouts = [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
-    if isinstance(layouts, (list, tuple)):
-        if not layouts or not all(isinstance(layout, BlockLayout) for layout in layouts):
-            raise TypeError(f"block_bytes: expected a number, a BlockLayout or a list of them, got {block_bytes!r:.80}")
-        block_bytes = sum(layout.block_bytes for layout in layouts)
-    return integer_argument("block_bytes", block_bytes, 1, BLOCK_BYTES_MAX)
-
-
-def identity_of(identity: object, block_bytes: object) -> ModelIdentity:
-    """The identity of blocks whose bytes an argument gives, maybe by layouts. Raises TypeError or ValueError."""
-    own, layouts = identity_argument(identity), [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
-    if isinstance(layouts, (list, tuple)):
-        check_identity(own, layouts)
-    return own
+def block_argument(block_bytes: object, identity: object) -> tuple[int, ModelIdentity]:
+    """The bytes of a host block, which may be given by layouts, and whose KV it has. Raises TypeError or ValueError."""
+    layouts, nbytes = layouts_of(block_bytes), block_bytes
+    if layouts:
+        nbytes = sum(layout.block_bytes for layout in layouts)
+    elif isinstance(block_bytes, (list, tuple)):
+        raise TypeError(f"block_bytes: expected a number, a BlockLayout or a list of them, got {block_bytes!r:.80}")
+    nbytes, whose = integer_argument("block_bytes", nbytes, 1, BLOCK_BYTES_MAX), identity_argument(identity)
+    check_identity(whose, layouts)
+    return nbytes, whose
 
 
 def fingerprint_of(identity: ModelIdentity, host_blocks: int, block_bytes: int) -> str:
@@ -224,7 +218,7 @@ class HostTier(Closing):
         memory: AnyArray | None = None,
     ) -> None:
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
-        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_of(identity, block_bytes)
+        self.block_bytes, self.identity = block_argument(block_bytes, identity)
         nbytes = self.host_blocks * self.block_bytes
         self._shared: SharedMemory | None = None
         self._description: HostTierDescription | None = None
