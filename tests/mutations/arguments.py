@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-
-def _walk(name: str) -> str:
-    walk = "tests/sequences/test_private_memory.py::test_memory_that_changes_at_any_line_of_a_call_counts_as_a_whole"
-    return f"{walk}[{name}]"
-
-
+_PRIVATE = "tests/sequences/test_private_memory.py"
+_COPIED = f"{_PRIVATE}::test_arguments_are_copied"
 _LYING = "tests/sequences/test_changing_arguments.py"
 
 MUTATIONS = (
@@ -20,7 +16,7 @@ MUTATIONS = (
         "ids = tokens.copy()",
         "ids = tokens",
         "A prompt that changes during the call is cached under the key of another.",
-        (_walk("add_sequence-prompt-array"),),
+        (f"{_COPIED}[tokens]",),
     ),
     Mutation(
         "ids_and_counts_are_not_copied",
@@ -28,7 +24,7 @@ MUTATIONS = (
         "integers = values.copy()",
         "integers = values",
         "A count that grows behind its check writes behind a row of the block table.",
-        (_walk("append_tokens-counts-array"), _walk("release-ids-array")),
+        (f"{_COPIED}[integers]",),
     ),
     Mutation(
         "other_integers_are_not_copied",
@@ -36,7 +32,7 @@ MUTATIONS = (
         "return view.copy()",
         "return found",
         "The same, for arrays that are none of NumPy's.",
-        (_walk("append_tokens-counts-interface"),),
+        (f"{_COPIED}[integers]",),
     ),
     Mutation(
         "keys_are_not_copied",
@@ -44,7 +40,7 @@ MUTATIONS = (
         "array.copy()",
         "found",
         "A lease has blocks of other keys than those that it names.",
-        (_walk("pin-keys-array"),),
+        (f"{_COPIED}[keys]",),
     ),
     Mutation(
         "keys_of_jobs_are_not_copied",
@@ -52,7 +48,7 @@ MUTATIONS = (
         "np.array(keys)",
         "np.asarray(keys)",
         "A block comes back under a key that was not asked for.",
-        (_walk("StoreWorker.load-keys-array"),),
+        (f"{_COPIED}[keys of jobs]",),
     ),
     Mutation(
         "the_keys_of_a_list_are_read_twice",
@@ -60,7 +56,7 @@ MUTATIONS = (
         "return tuple(iterator)",
         "return keys",
         "Keys are reserved that the caller has taken out of the list.",
-        (_walk("HostCache.reserve-keys-list"),),
+        (f"{_PRIVATE}::test_keys_are_read_once",),
     ),
     # -- objects that lie ------------------------------------------------------------------------------------
     Mutation(

@@ -1,21 +1,16 @@
 """What jitted code trusts is private memory of the call: for every public verb, and for every array that it takes.
 
-Two walks over the same cases. The first looks at what jitted code is handed: no array of it may share memory with the
-caller's, and no address may point into it. The second changes the caller's memory at one line of the call after the
-other: the call must have read either what was there before or what is there now, whole, and the pool must be what that
-makes of it. A change lasts. So what is read a second time shows at every line between the two: after the first reading
-every 16th line is enough.
+No array that jitted code is handed may share memory with the caller's, and no address may point into it; nor may the
+keys of a store's job. What is no array is read once.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,17 +18,17 @@ import pytest
 from numba.core import config
 
 import kvpool
-from changing import CASES, CHANGED, WALK, Case, given_to, scenes
+from changing import CASES, WALK, Case, Interface, argument_of
 from changing_scenes import look, seen, watched
-from kvpool import BlockKeys, KVCacheManager, Lease, storage
+from kvpool import KVCacheManager, storage
+from kvpool.common.arguments import int64_array, token_array
 from kvpool.common.jit import jit
-from kvpool.hostcache import HostLease
-from kvpool.pool import LoadTarget
-from kvpool.storage import Forgotten, Prefetch, StoreRequest
+from kvpool.hostcache import opaque_keys
+from kvpool.pool.keys import key_rows
+from kvpool.storage import StoreRequest, store_requests
 from parts import PARTS
 from steps import NAMES
 
-FOLDER = str(Path(kvpool.__file__).parent)
 DISPATCHER: Any = type(jit(lambda: None))
 needs_jit = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="NUMBA_DISABLE_JIT: nothing is jitted")
 
@@ -61,100 +56,36 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @needs_jit
 @pytest.mark.parametrize(("case", "name", "form"), WALK)
 def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case, name: str, form: str) -> None:
-    with scenes(case) as scene_of:
-        scene = scene_of()
-        arguments, argument = given_to(case, scene, name, form, False)
-        watched.extend([argument.memory] if form != "list" else [])
-        case.call(scene, arguments)
-        scene.picture()  # What other threads were asked for is done.
+    scene = case.scene()
+    with ExitStack() as open_scenes:
+        if hasattr(scene, "close"):
+            open_scenes.callback(scene.close)  # What other threads were asked for is done.
+        arguments = {other: argument_of(case, scene, other, case.forms[0])[0] for other in case.arrays}
+        arguments[name], memory = argument_of(case, scene, name, form)
+        watched.extend([] if memory is None else [memory])
+        answer = case.call(scene, arguments)
+        if isinstance(answer, StoreRequest):
+            look(answer.keys)
     assert not seen, f"{case.verb}: {name}: {seen[0]}"
 
 
-# -- memory that changes -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("private", "values"),
+    [
+        (partial(token_array, "prompt"), np.arange(3, dtype=np.int32)),
+        (partial(int64_array, "ids"), np.arange(3)),
+        (key_rows, np.ones((3, 2), np.uint64)),
+        (store_requests.keys_argument, np.ones((3, store_requests.KEY_BYTES), np.uint8)),
+    ],
+    ids=["tokens", "integers", "keys", "keys of jobs"],
+)
+def test_arguments_are_copied(private: Callable[[Any], Any], values: Any) -> None:
+    for form in (values, Interface(values)) if values.ndim == 1 else (values,):
+        assert not np.shares_memory(private(form), values)
 
 
-@contextmanager
-def at_line(number: int, change: Callable[[], None]) -> Iterator[list[int]]:
-    """Call ``change`` before line ``number`` of the package that this thread comes to; yields how many it came to."""
-    count = [0]
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        # What compiles loads now and then, and a simulated device runs what was enqueued: no lines of the call.
-        inside = frame.f_code.co_filename.removeprefix(FOLDER)
-        if inside == frame.f_code.co_filename or inside.startswith(("/common/jit/", "/device/sim/")):
-            return None
-        if event == "line":
-            if count[0] == number:
-                change()
-            count[0] += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
-
-
-FIELDS: dict[type, tuple[str, ...]] = {
-    BlockKeys: ("tokens", "keys", "extra_ids", "namespace"),
-    HostLease: ("keys", "blocks"),
-    Lease: ("blocks", "groups", "keys"),
-    Prefetch: ("prompt",),
-}
-
-
-def _described(value: Any) -> object:
-    """What a call returned, without addresses."""
-    if isinstance(value, LoadTarget):
-        return [(share.blocks.tolist(), share.slots().tolist()) for share in value.shares]
-    if isinstance(value, StoreRequest):
-        assert value.wait(600, returned=True)
-        return value.codes.tolist(), value.error
-    if isinstance(value, Forgotten):
-        assert value.wait(600)
-        return value.blocks
-    if isinstance(value, np.ndarray):
-        return value.dtype.name, value.tolist() if value.size < 1000 else 0
-    if type(value) in FIELDS:
-        value = [getattr(value, name) for name in FIELDS[type(value)]]
-    return [_described(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _outcome(case: Case, scene: Any, name: str, form: str, line: int, changes: bool = False) -> tuple[object, int]:
-    """What a call gives and what it leaves, and the lines of the package that it came to."""
-    arguments, argument = given_to(case, scene, name, form, changes)
-    with at_line(line, argument.change) as count:
-        try:
-            answer = case.call(scene, arguments)
-        except (ValueError, TypeError, IndexError, kvpool.KVPoolError) as error:
-            answer = (type(error).__name__, str(error))
-    return (_described(answer), scene.picture()), count[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("case", "name", "form"), CHANGED)
-def test_memory_that_changes_at_any_line_of_a_call_counts_as_a_whole(case: Case, name: str, form: str) -> None:
-    with scenes(case) as scene_of:
-        _outcome(case, scene_of(), name, form, -1)  # compiles
-        before, lines = _outcome(case, scene_of(), name, form, -1)
-        after, _ = _outcome(case, scene_of(), name, form, -1, changes=True)
-        assert before != after, "the change makes no difference: it would not be seen"
-        scene, last, settled = scene_of(), after, 0
-        for line in range(lines):
-            settled = settled + 1 if last == before else 0
-            if settled > 2 and line % 16 and line < lines - 1:
-                continue
-            untouched = scene.picture()
-            last_before, last = last, _outcome(case, scene, name, form, line)[0]
-            assert last in (before, after), f"changed before line {line} of {lines}"
-            assert last == before or last_before == after, f"read again at line {line} of {lines}"
-            if scene.picture() != untouched:
-                if hasattr(scene, "cache"):
-                    scene.cache.verify()
-                scene = scene_of()
-        assert last == before
+def test_keys_are_read_once() -> None:
+    assert opaque_keys.keys_argument(iter([b"a", b"b"])) == (b"a", b"b")
 
 
 # -- the walk is whole -------------------------------------------------------------------------------
@@ -168,7 +99,7 @@ PLAIN = re.compile(
 NO_ARRAYS = {
     "KVCacheManager": "stream namespace device_blocks host_blocks groups",  # a pair of texts, numbers
     **dict.fromkeys(("GraphTables", "HostCopy", "LayerLoads", "Lease", "Reservation"), "stream"),
-    "HostCopies": "stream caches",  # caches and layouts are immutable
+    "HostCopies": "stream caches places",  # caches and layouts are immutable, and so are places
     **{"HostCache": "block_bytes", "LayerGroup": "layout", "ModelIdentity": "layout", "BlockLayout": "dtype"},
     "HostTier": "cache block_bytes",
     **{"PagedKV": "owner", "StridedArray": "owner", "StoreWorker": "owner"},  # is compared by identity
