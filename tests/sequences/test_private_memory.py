@@ -18,8 +18,8 @@ import pytest
 from numba.core import config
 
 import kvpool
-from changing import CASES, WALK, Case, Interface, argument_of
-from changing_scenes import look, seen, watched
+from array_arguments import CASES, WALK, Case, Interface, argument_of
+from array_scenes import look, seen, watched
 from kvpool import KVCacheManager, storage
 from kvpool.common.arguments import int64_array, token_array
 from kvpool.common.jit import jit

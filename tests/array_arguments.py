@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from changing_scenes import Away, Graph, Grouped, Hosted, Kept, Nothing, Paged, Plain, Saved, Stored, Uploads, named
+from array_scenes import Away, Graph, Grouped, Hosted, Kept, Nothing, Paged, Plain, Saved, Stored, Uploads, named
 from kvpool import BlockKeys, StagingBuffers, gather_kv, scatter_kv
 from kvpool.device.memory import StridedArray
 from kvpool.storage import BlockNames
