@@ -16,6 +16,7 @@ from tests.mutations import MUTATIONS
 from tests.mutations.__main__ import main, unfit
 from tests.mutations.anchors import Package
 from tests.mutations.bench import bench
+from tests.mutations.generated import mutants
 from tests.mutations.mutation import ROOT, Mutation
 
 SOME = 3
@@ -74,13 +75,56 @@ def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> No
     harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
     before = (ROOT / "kvpool" / "state" / "records.py").read_bytes()
     with bench() as copy:
+        written = (copy.folder / "kvpool" / "state" / "records.py").read_bytes()
         assert copy.run(harmless).lived == (test,)
         with pytest.raises(RuntimeError, match="did not run"):
             copy.run(harmless._replace(tests=("tests/state/test_lists.py::test_of_nothing",)))
         with pytest.raises(ValueError, match="harmless: LEVELS has 0 times"):
             copy.run(harmless._replace(before="what is not there"))
-        assert (copy.folder / "kvpool" / "state" / "records.py").read_bytes() == before
+        assert (copy.folder / "kvpool" / "state" / "records.py").read_bytes() == written
     assert (ROOT / "kvpool" / "state" / "records.py").read_bytes() == before and not copy.folder.exists()
+
+
+def test_each_rule_makes_its_mutants_of_functions_and_of_no_message(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    code = """A = 1 < 2
+def f(a, b):
+    'Text.'
+    if a and b < 1:
+        b.c = a
+    while a is not b:
+        g(a)
+    if a:
+        raise ValueError(a == b)
+"""
+    (tmp_path / "room" / "a.py").write_text(code)
+    package = Package(tmp_path)
+    made = {made.name: package.changed(made.place, 1, made.after)[1] for made in mutants(package, "room")}
+    before = ast.unparse(ast.parse(code)).splitlines()
+    changed = {name: [line.strip() for line in text.splitlines() if line not in before] for name, text in made.items()}
+    assert changed == {
+        "room.a:f:1:true": ["if True:"],
+        "room.a:f:2:false": ["if False:"],
+        "room.a:f:3:swap": ["if a or b < 1:"],
+        "room.a:f:4:true": ["if True and b < 1:"],
+        "room.a:f:5:true": ["if a and True:"],
+        "room.a:f:6:off": ["if a and b <= 1:"],
+        "room.a:f:7:off": ["if a and b < 2:"],
+        "room.a:f:8:drop": ["pass"],
+        "room.a:f:9:false": ["while False:"],
+        "room.a:f:10:negate": ["while a is b:"],
+        "room.a:f:11:drop": ["pass"],
+        "room.a:f:12:true": ["if True:"],
+        "room.a:f:13:false": ["if False:"],
+    }
+
+
+@pytest.mark.exhaustive
+def test_what_is_made_by_rule_is_killed_by_a_test_that_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
+    tests = "tests/state/test_lists.py"
+    options = ["--generated", "--room", "state/policies/block_lists", "--tests", tests, "--sample", "12", "--seed", "1"]
+    assert main(options) == 0
+    assert re.search(rf"^killed state\.policies\.block_lists:.* by {tests}::", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_mutation_follows_its_code_to_another_function_and_one_without_code_is_reported(

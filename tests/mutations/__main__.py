@@ -1,5 +1,8 @@
 """``python -m tests.mutations [NAME ...] [--all] [--sample N] [--seed S] [--list]``: take rules out, and see which
-tests notice. ``--check`` and ``--reanchor`` are for those whose code has moved."""
+tests notice. ``--check`` and ``--reanchor`` are for those whose code has moved.
+
+``python -m tests.mutations --generated [NAME ...] [--room FOLDER] [--tests PATH ...] [--all] [--sample N] [--seed S]``:
+the same with mutants that are made by rule."""
 
 from __future__ import annotations
 
@@ -13,15 +16,19 @@ from pathlib import Path
 from tests.mutations import MUTATIONS
 from tests.mutations.anchors import Package
 from tests.mutations.bench import bench
+from tests.mutations.generated import ROOMS, TESTS, Reach, killer, mutants
 from tests.mutations.mutation import ROOT, Mutation
 
 
-def chosen(names: Sequence[str], every: bool, sample: int, seed: int) -> list[Mutation]:
-    """The mutations that a command line means."""
-    if every:
-        return [*MUTATIONS.values()]
-    drawn = random.Random(seed).sample(sorted(MUTATIONS), min(sample, len(MUTATIONS)))
-    return [MUTATIONS[name] for name in [*names, *drawn]]
+def chosen(known: Iterable[str], options: argparse.Namespace) -> list[str]:
+    """The names of all that a command line means."""
+    names = sorted(known)
+    if options.all:
+        return names
+    seed = random.randrange(1 << 32) if options.seed is None else options.seed
+    if options.sample:
+        print(f"seed {seed}")
+    return [*options.names, *random.Random(seed).sample(names, min(options.sample, len(names)))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="those that do not fit their functions")
     parser.add_argument("--reanchor", action="store_true", help="write down where the code of these is now")
     parser.add_argument("--verbose", action="store_true", help="what pytest said of each")
+    parser.add_argument("--generated", action="store_true", help="of the mutants that are made by rule")
+    parser.add_argument("--room", action="append", metavar="FOLDER", help="those of a folder or file of the package")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help="the tests that may kill them")
     options = parser.parse_args(arguments)
+    if options.generated:
+        return run_generated(options, parser)
     unknown = [name for name in options.names if name not in MUTATIONS]
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}; --list names all")
@@ -50,12 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutation in lost:
             print(f"LOST {mutation.name} in {mutation.function}: {mutation.harm}", *mutation.tests, sep="\n    ")
         return 1 if lost else 0
-    seed = random.randrange(1 << 32) if options.seed is None else options.seed
-    some = chosen(options.names, options.all, options.sample, seed)
+    some = [MUTATIONS[name] for name in chosen(MUTATIONS, options)]
     if not some:
         parser.error("name mutations, or --all, --sample N, --list, --check or --reanchor")
-    if options.sample:
-        print(f"seed {seed}")
     return run(some, options.verbose)
 
 
@@ -72,6 +81,26 @@ def run(some: Sequence[Mutation], verbose: bool) -> int:
                 print(verdict.text)
     print(f"{len(some) - lived} of {len(some)} killed")
     return 1 if lived else 0
+
+
+def run_generated(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """0: a mutant that lives may be one that changes nothing."""
+    with bench() as copy:
+        known = {mutant.name: mutant for room in options.room or ROOMS for mutant in mutants(copy.package, room)}
+        if options.list:
+            print(*known.values(), sep="\n")
+            return 0
+        some = [known[name] for name in chosen(known, options) if name in known]
+        if not some:
+            parser.error("name generated mutants, or --all, --sample N or --list")
+        reach, lived = Reach(copy, options.tests), 0
+        for mutant in some:
+            tests = reach.tests(mutant.place)
+            test = killer(copy, mutant, tests)
+            lived += not test
+            print(f"killed {mutant} by {test}" if test else f"LIVED {mutant}, with {len(tests)} tests", flush=True)
+    print(f"{len(some) - lived} of {len(some)} killed")
+    return 0
 
 
 def unfit(package: Package, mutations: Iterable[Mutation], folder: Path | None) -> list[Mutation]:

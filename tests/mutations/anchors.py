@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,16 +46,45 @@ class Place(NamedTuple):
         value = getattr(self.parent, self.field)
         return value[self.start :] if isinstance(value, list) else [value]
 
+    def code(self) -> ast.AST:
+        """What stands there first; of an operator, its expression."""
+        node = self.nodes()[0]
+        return self.parent if isinstance(node, (ast.cmpop, ast.boolop)) else node
+
+
+def places(node: ast.AST, owner: Owner, skipped: tuple[type[ast.AST], ...] = ()) -> Iterator[Place]:
+    """All nodes below one that this owns, in the order of the text, without some and what is below them."""
+    for field, value in ast.iter_fields(node):
+        for start, child in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(child, ast.AST) and not isinstance(child, skipped):
+                inner = owner.of(child)
+                yield Place(inner, node, field, start)
+                yield from places(child, inner, skipped)
+
 
 class Package:
     """The syntax trees of a package, and who owns what. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.trees: dict[Path, ast.Module] = {}
         self._places: dict[type, list[Place]] = defaultdict(list)
         for path in sorted(folder.rglob("*.py")):
             self.trees[path] = ast.parse(path.read_text(encoding="utf-8"))
-            self._gather(self.trees[path], Owner(path, path.relative_to(folder).with_suffix("").parts))
+            for place in places(self.trees[path], Owner(path, path.relative_to(folder).with_suffix("").parts)):
+                self._places[type(place.nodes()[0])].append(place)
+
+    def within(self, room: str) -> Iterator[Place]:
+        """What is in the functions of a folder or a file, in the order of the text."""
+        for path, tree in self.trees.items():
+            module = path.relative_to(self._folder).with_suffix("").parts
+            if f"{'/'.join(module)}/".startswith(f"{room}/"):
+                functions = set()
+                for place in places(tree, Owner(path, module), skipped=(ast.Raise, ast.Assert)):
+                    if isinstance(place.nodes()[0], (ast.FunctionDef, ast.AsyncFunctionDef)):
+                        functions.add(place.owner)
+                    elif place.owner in functions:
+                        yield place
 
     def place(self, mutation: Mutation) -> Place:
         """Raises ValueError where what a mutation replaces does not stand in its function exactly once."""
@@ -68,11 +97,15 @@ class Package:
 
     def applied(self, mutation: Mutation) -> tuple[Path, str]:
         """A file, and its text with the mutation made. Raises ValueError like ``place``."""
-        owner, parent, field, start = self.place(mutation)
         before, after = mutation.code()
+        return self.changed(self.place(mutation), len(before), after)
+
+    def changed(self, place: Place, count: int, after: Sequence[ast.AST]) -> tuple[Path, str]:
+        """A file, and its text with other code in place of so many nodes."""
+        owner, parent, field, start = place
         old = getattr(parent, field)
         if isinstance(old, list):
-            setattr(parent, field, [*old[:start], *after, *old[start + len(before) :]] or [ast.Pass()])
+            setattr(parent, field, [*old[:start], *after, *old[start + count :]] or [ast.Pass()])
         else:
             setattr(parent, field, after[0])
         try:
@@ -92,14 +125,6 @@ class Package:
                 best = next((ending for ending in endings if len(self._found(mutation, ending)) == 1), name)
                 return mutation._replace(function=".".join(best))
         return None
-
-    def _gather(self, node: ast.AST, owner: Owner) -> None:
-        for field, value in ast.iter_fields(node):
-            for start, child in enumerate(value if isinstance(value, list) else [value]):
-                if isinstance(child, ast.AST):
-                    inner = owner.of(child)
-                    self._places[type(child)].append(Place(inner, node, field, start))
-                    self._gather(child, inner)
 
     def _found(self, mutation: Mutation, ending: Sequence[str]) -> list[Place]:
         """Where the code stands in what has such an ending of its name."""

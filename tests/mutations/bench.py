@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.mutations.anchors import Package
 from tests.mutations.mutation import ROOT, Mutation
@@ -32,7 +32,10 @@ class Verdict(NamedTuple):
 
 
 class Bench:
-    """The copy of the tree. Not thread-safe."""
+    """The copy of the tree, and a process that runs tests in it. Not thread-safe.
+
+    The package is written from its syntax trees: without comments, each statement in a line.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,15 +44,30 @@ class Bench:
                 shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, folder / name)
-        self._package = Package(folder / "kvpool")
-        self._patience = SECONDS
+        for path in (folder / "kvpool").rglob("*.py"):
+            path.write_text(ast.unparse(ast.parse(path.read_text(encoding="utf-8"))), encoding="utf-8")
+        self.package = Package(folder / "kvpool")
+        self.patience = SECONDS
+        environment = {
+            **os.environ,
+            "NUMBA_DISABLE_JIT": "1",
+            "PYTHONPATH": str(folder),
+            "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice in a second
+        }
+        self._worker = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutations.worker"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        self._worker.communicate()
 
     def check(self, mutations: Iterable[Mutation]) -> None:
-        """Raise RuntimeError where a test of these fails with no mutation made: it would kill any. The files are
-        written as they are with a mutation: without comments, each statement in a line."""
-        mutations = list(mutations)
-        for path in {self._package.place(mutation).owner.file for mutation in mutations}:
-            path.write_text(ast.unparse(self._package.trees[path]), encoding="utf-8")
+        """Raise RuntimeError where a test of these fails with no mutation made: it would kill any."""
         files: dict[str, set[str]] = {}
         for mutation in mutations:
             for test in mutation.tests:
@@ -57,54 +75,65 @@ class Bench:
         longest = 0.0
         for tests in files.values():
             began = time.monotonic()
-            failed, said = self.failed(sorted(tests))
+            failed, said = self.failed(sorted(tests), "--exhaustive")
             longest = max(longest, time.monotonic() - began)
             if failed:
                 raise RuntimeError(f"without a mutation fail {', '.join(failed)}:\n{said}")
         # What takes that much longer with a mutation hangs.
-        self._patience = min(SECONDS, 60 + 10 * longest)
+        self.patience = min(SECONDS, 60 + 10 * longest)
 
     def run(self, mutation: Mutation) -> Verdict:
         """Make a mutation, run its tests, take it back. Raises ValueError for one that fits its function no more,
         RuntimeError where the tests did not run, or not on the copy."""
-        path, changed = self._package.applied(mutation)
-        text = path.read_text(encoding="utf-8")
-        path.write_text(changed, encoding="utf-8")
-        try:
-            failed, said = self.failed(mutation.tests)
-        finally:
-            path.write_text(text, encoding="utf-8")
+        failed, said = self.changed(*self.package.applied(mutation), mutation.tests, "--exhaustive")
         return Verdict(mutation, tuple(test for test in mutation.tests if not _names_one_of(test, failed)), said)
 
-    def failed(self, tests: Iterable[str]) -> tuple[list[str], str]:
-        """The tests that fail in the copy as it is, and what pytest said; all of them, where the interpreter died or
-        hung."""
-        seen = self.folder / "witness.json"
-        seen.unlink(missing_ok=True)
-        environment = {
-            **os.environ,
-            "KVPOOL_WITNESS": str(seen),
-            "NUMBA_DISABLE_JIT": "1",
-            "PYTHONPATH": str(self.folder),
-            "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice in a second
-        }
-        options = ["-q", "--tb=line", "--exhaustive", "-p", "no:cacheprovider", "-p", "tests.mutations.witness"]
-        command = [sys.executable, "-m", "pytest", *options, *tests]
+    def changed(self, path: Path, text: str, tests: Iterable[str], *options: str) -> tuple[list[str], str]:
+        """``failed`` while a file has another text."""
+        before = path.read_text(encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         try:
-            done = subprocess.run(
-                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=self._patience
-            )
-        except subprocess.TimeoutExpired:
-            return [*tests], f"did not end within {self._patience:.0f} s"
-        said = done.stdout + done.stderr
-        if done.returncode < 0:
-            return [*tests], f"{said}\nended by signal {-done.returncode}"
-        if done.returncode > 1 or not seen.exists():
-            raise RuntimeError(f"the tests did not run:\n{said}")
-        report = json.loads(seen.read_text(encoding="utf-8"))
-        if not Path(report["package"]).is_relative_to(self.folder.resolve()):
-            raise RuntimeError(f"the tests imported {report['package']}, not the copy in {self.folder}")
-        return report["failed"], said
+            return self.failed(tests, *options)
+        finally:
+            path.write_text(before, encoding="utf-8")
+
+    def failed(self, tests: Iterable[str], *options: str) -> tuple[list[str], str]:
+        """The tests that fail in the copy as it is, and what pytest said; all of them, where the interpreter died or
+        hung. ``options`` are for pytest."""
+        result, said = self._run(tests, options)
+        return (result["failed"] if result else [*tests]), said
+
+    def reached(self, tests: Iterable[str], lines: Path) -> dict[str, float]:
+        """The tests of some files and folders that pass, and the seconds that each takes. Which lines each of them
+        reaches is written to a file of coverage.py."""
+        result, said = self._run(tests, (), lines)
+        if not result:
+            raise RuntimeError(said)
+        return {test: seconds for test, seconds in result["seconds"].items() if test not in result["failed"]}
+
+    def _run(
+        self, tests: Iterable[str], options: Iterable[str], reach: Path | None = None
+    ) -> tuple[dict[str, Any], str]:
+        """What came of a run of pytest, or nothing where it did not end by itself, and what it said."""
+        said, result = self.folder / "said", self.folder / "result.json"
+        result.unlink(missing_ok=True)
+        request = {
+            "arguments": ["-q", "--tb=line", "-p", "no:cacheprovider", *options, *tests],
+            "said": str(said),
+            "result": str(result),
+            "reach": reach and str(reach),
+            "patience": self.patience,
+        }
+        print(json.dumps(request), file=self._worker.stdin, flush=True)
+        ended, text = self._worker.stdout.readline(), said.read_text(encoding="utf-8")
+        if not result.exists():
+            return {}, f"{text}\n{ended}"
+        outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        if outcome["status"] > 1:
+            raise RuntimeError(f"the tests did not run:\n{text}")
+        if not Path(outcome["package"]).is_relative_to(self.folder.resolve()):
+            raise RuntimeError(f"the tests imported {outcome['package']}, not the copy in {self.folder}")
+        return outcome, text
 
 
 def _names_one_of(test: str, failed: Iterable[str]) -> bool:
@@ -116,4 +145,5 @@ def _names_one_of(test: str, failed: Iterable[str]) -> bool:
 def bench() -> Iterator[Bench]:
     """A workbench that is gone at the end."""
     with tempfile.TemporaryDirectory(prefix="kvpool-mutations-") as folder:
-        yield Bench(Path(folder))
+        with closing(Bench(Path(folder))) as made:
+            yield made

@@ -1,0 +1,111 @@
+"""Mutants made by rule from the syntax tree, of the rooms where a wrong line costs most. Nobody wrote down what a user
+would see of one, nor which tests must fail: any test that reaches the line may."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tests.house.covered import INTERPRETED
+from tests.mutations.anchors import Package, Place
+from tests.mutations.bench import Bench
+
+ROOMS = ("state", "pool", "hostcache", "remote", "storage")
+TESTS = tuple(f"tests/{folder}" for folder in (*INTERPRETED, "race", "remote", "stores"))
+SECONDS = 30.0
+
+_OTHER: dict[type[ast.AST], tuple[str, type[ast.AST]]] = {
+    ast.Lt: ("off", ast.LtE),
+    ast.LtE: ("off", ast.Lt),
+    ast.Gt: ("off", ast.GtE),
+    ast.GtE: ("off", ast.Gt),
+    ast.Eq: ("negate", ast.NotEq),
+    ast.NotEq: ("negate", ast.Eq),
+    ast.Is: ("negate", ast.IsNot),
+    ast.IsNot: ("negate", ast.Is),
+    ast.In: ("negate", ast.NotIn),
+    ast.NotIn: ("negate", ast.In),
+    ast.And: ("swap", ast.Or),
+    ast.Or: ("swap", ast.And),
+}
+
+
+class Mutant(NamedTuple):
+    """Other code in place of one node. ``name`` is module, function, a number in it, and operator."""
+
+    name: str
+    place: Place
+    after: list[ast.AST]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {ast.unparse(self.place.code())}"
+
+
+def mutants(package: Package, room: str) -> Iterator[Mutant]:
+    """All of a folder or a file, such as ``pool/transfer``."""
+    numbers: Counter[str] = Counter()
+    for place in package.within(room):
+        for operator, after in _changes(place):
+            name, depth = place.owner.name, place.owner.depth
+            function = f"{'.'.join(name[:-depth])}:{'.'.join(name[-depth:])}"
+            numbers[function] += 1
+            yield Mutant(f"{function}:{numbers[function]}:{operator}", place, after)
+
+
+def _changes(place: Place) -> Iterator[tuple[str, list[ast.AST]]]:
+    """Operators, and what each puts in place of a node. A condition is fixed: its negation fails more tests."""
+    node = place.nodes()[0]
+    match place.parent, place.field:
+        case (ast.If() | ast.IfExp(), "test") | (ast.comprehension(), "ifs"):
+            yield "true", [ast.Constant(True)]
+            yield "false", [ast.Constant(False)]
+        case ast.While(), "test":
+            yield "false", [ast.Constant(False)]
+        case ast.BoolOp(ast.And()), "values":
+            yield "true", [ast.Constant(True)]
+        case ast.BoolOp(ast.Or()), "values":
+            yield "false", [ast.Constant(False)]
+        case (ast.Compare(), "left" | "comparators") | (ast.BinOp(op=ast.Add() | ast.Sub()), _):
+            if isinstance(node, ast.Constant) and type(node.value) is int:
+                yield "off", [ast.Constant(node.value + 1)]
+    match node:
+        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Assign([ast.Attribute() | ast.Subscript()]):
+            yield "drop", []
+        case ast.cmpop() | ast.boolop() if type(node) in _OTHER:
+            operator, other = _OTHER[type(node)]
+            yield operator, [other()]
+
+
+class Reach:
+    """Which tests reach a node."""
+
+    def __init__(self, copy: Bench, tests: Sequence[str]) -> None:
+        import coverage
+
+        file = copy.folder / "reach"
+        self._seconds = copy.reached(tests, file)
+        copy.patience = 4 * SECONDS
+        self._data = coverage.CoverageData(str(file))
+        self._data.read()
+
+    def tests(self, place: Place) -> list[str]:
+        """The fastest, as many as take half a minute."""
+        line = getattr(place.code(), "lineno", 0)
+        reaching = self._data.contexts_by_lineno(str(place.owner.file)).get(line, [])
+        fastest = sorted((test for test in reaching if test in self._seconds), key=self._seconds.__getitem__)
+        sums = itertools.accumulate(self._seconds[test] for test in fastest)
+        return [test for test, until in zip(fastest, sums, strict=True) if until < SECONDS or test == fastest[0]]
+
+
+def killer(copy: Bench, mutant: Mutant, tests: Sequence[str]) -> str:
+    """The first of some tests that fails with a mutant, or "" where none does."""
+    if not tests:
+        return ""
+    try:
+        failed, _ = copy.changed(*copy.package.changed(mutant.place, 1, mutant.after), tests, "-x")
+    except RuntimeError:
+        return "the import of the package"
+    return failed[0] if failed else ""
