@@ -15,7 +15,6 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import as_strided
 from kvpool.common.jit import cache
 from kvpool.device.base import Device, Stream
-from kvpool.device.cpu import CpuDevice
 from kvpool.device.cuda.calibration import PLAIN, Measurement, always, conditions
 from kvpool.device.cuda.runtime import Gpu
 from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
@@ -40,34 +39,29 @@ def measure(
     """Measure copies between blocks of ``sizes`` bytes, no two of which are neighbours, in every direction.
 
     ``device`` is bound to nothing, and goes by its attribute ``calibration``, which this sets. Before a path is
-    measured, its bytes are compared with those of plain copies on the CPU. A path that differs or fails is left out,
-    with a warning. ``share(path, direction)`` is the share of the multiprocessors that it takes. Batches of more than
+    measured, its bytes are compared with those of plain copies. A path that differs or fails is left out, with a
+    warning. ``share(path, direction)`` is the share of the multiprocessors that it takes. Batches of more than
     ``batch_bytes_max`` are left out. A tier takes twice as much memory as the largest batch. Raises MemoryError, and
     DeviceError for a device that has failed for good.
     """
-    measurements, stream, fitting = [], device.create_stream("measured"), {}
-    for nbytes in sizes:
-        fitting[nbytes] = [count for count in counts if count * nbytes <= batch_bytes_max]
+    measurements, stream = list[Measurement](), device.create_stream("measured")
+    fitting = {nbytes: [count for count in counts if count * nbytes <= batch_bytes_max] for nbytes in sizes}
     for path in paths:
         try:
             wrong = difference(device, path)
-            device.calibration = always(path)  # type: ignore[attr-defined]
-            of_path = (
-                []
-                if wrong
-                else [
+            if not wrong:
+                device.calibration = always(path)  # type: ignore[attr-defined]
+                measurements += [
                     m._replace(path=path, multiprocessors=share(path, m.direction))
                     for nbytes, some in fitting.items()
                     for m in _measure_size(device, stream, nbytes, some)
                 ]
-            )
         except DeviceError as error:
             if error.sticky:
                 raise
-            wrong, of_path = str(error), []
+            wrong = str(error)
         if wrong:
             warnings.warn(f"no copy is made by the path {path!r}: {wrong}", stacklevel=3)
-        measurements += of_path
     return measurements
 
 
@@ -102,9 +96,9 @@ _LOADS, _LOAD_BYTES, _LOAD_PIECE = 4, 1 << 20, 4096
 
 def difference(device: Device, path: str) -> str | None:
     """What is wrong with copies by a path, if anything: blocks, parts of blocks, fragments in whole words, and
-    fragments of odd sizes at odd places, in every direction. All bytes of both tiers are compared. Then the same on a
-    second stream, while the first one copies other memory. ``device`` as in ``measure``. Raises DeviceError,
-    MemoryError."""
+    fragments of odd sizes at odd places, in every direction. All bytes of both tiers are compared with those after
+    plain copies. Then the same on a second stream, while the first one copies other memory. ``device`` as in
+    ``measure``. Raises DeviceError, MemoryError."""
     first, second = (device.create_stream(name) for name in ("first", "second"))
     runs = product(_LAYOUTS, ((first, None), (second, first)))
     return next(filter(None, (_difference(device, path, layout, *streams) for layout, streams in runs)), None)
@@ -114,35 +108,32 @@ def _difference(device: Device, path: str, layout: BlockLayout, stream: Stream, 
     nbytes, random = _BLOCKS * layout.block_bytes, np.random.default_rng(0)
     pools = [device.allocate(nbytes, "device"), device.allocate(2 * nbytes, "host")]
     load = _Load(device, path, loaded) if loaded is not None else None
-    expected, twin = [np.zeros(nbytes, np.uint8), np.zeros(2 * nbytes, np.uint8)], CpuDevice()
+    host = cast(Array, pools[1])
+    near, far = (as_strided("pool", pool).address for pool in pools)
+    # The device tier is written from the second half of the host tier, and read to there, by plain copies.
+    whole_tier = np.array([[far + nbytes, near, nbytes]])
+
+    def copied(copies: Int64s, by: str) -> Array:
+        """The bytes of both tiers after these copies."""
+        host[:] = content
+        _by(PLAIN, device, stream, whole_tier)
+        if load is not None:
+            load.enqueue()
+        for some in np.split(copies, _PARTS):
+            _by(by, device, stream, some)
+        _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
+        return host.copy()
+
     try:
-        for copier, memory in ((device, pools), (twin, expected)):
-            copier.bind([Region.of(layout, memory[0], memory[1], _BLOCKS, 2 * _BLOCKS)])
-        bases = [[as_strided("pool", pool).address for pool in memory] for memory in (pools, expected)]
-        # The device tier is written from the second half of the host tier, and read to there, by plain copies.
-        whole_tier = np.array([[bases[0][1] + nbytes, bases[0][0], nbytes]])
+        device.bind([Region.of(layout, pools[0], host, _BLOCKS, 2 * _BLOCKS)])
         for direction, (source, target) in {OFFLOAD: (0, 1), ONBOARD: (1, 0), WITHIN: (0, 0)}.items():
-            for what in ("blocks", "fragments"):
-                expected[0][:] = random.integers(0, 256, nbytes)
-                expected[1][:nbytes] = pools[1][:nbytes] = random.integers(0, 256, nbytes)
-                pools[1][nbytes:] = expected[0]
-                _by(PLAIN, device, stream, whole_tier)
-                if load is not None:
-                    load.enqueue()
-                if what == "blocks":
-                    copy_ops = _copy_ops(random, source, target, layout)
-                    for some in np.split(copy_ops, _PARTS):
-                        _by(path, device, stream, some)
-                    twin.copy_blocks(copy_ops)
-                else:
-                    rows = _fragments(nbytes, layout is _LAYOUTS[1])
-                    for copier, addresses in ((device, bases[0]), (twin, bases[1])):
-                        for some in np.split(rows + np.array([addresses[source], addresses[target], 0]), _PARTS):
-                            _by(path, copier, stream, some)
-                _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
-                host: Array = cast(Array, pools[1])
-                read_back, wanted = np.roll(host, nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
-                if not np.array_equal(read_back, wanted):
+            ends = np.array([(near, far)[source], (near, far)[target], 0])
+            for what, copies in {
+                "blocks": _copy_ops(random, source, target, layout),
+                "fragments": _fragments(nbytes, layout is _LAYOUTS[1]) + ends,
+            }.items():
+                content = random.integers(0, 256, 2 * nbytes, np.uint8)
+                if not np.array_equal(copied(copies, PLAIN), copied(copies, path)):
                     return f"{direction} of {what} gave other bytes"
                 if load is not None and not load.is_right():
                     return f"copies beside {direction} of {what} gave other bytes"
