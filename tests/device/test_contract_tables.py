@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -39,23 +40,32 @@ def stage(
     return StagedRows(table, buffer, buffer.ctypes.data, len(planes), *ids.shape, columns)
 
 
-@pytest.mark.parametrize("width", [0, 1, 3, 6])
-@pytest.mark.parametrize("leading", [(), (2,), (3, 2)])
-def test_rows_are_those_of_numpy(pooled: Device, width: int, leading: tuple[int, ...]) -> None:
-    random, rows = np.random.default_rng(7), [4, 0, 1]
-    out = random.integers(0, 99, (*leading, 5, 7), dtype=np.int32)
-    ids = np.full((3, 6), -1)
-    ids[:, :width] = random.integers(-1, 9, (3, width))
+# More columns, rows and planes than a thread block has threads, a launch has thread blocks, or shared memory has room.
+LARGE = [((2,), 2, 7, 130), ((1,), 4, 600, 601), ((1,), 1100, 2, 3), ((250,), 3, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("leading", "count", "width", "columns"),
+    [*((leading, 3, width, 6) for leading, width in product([(), (2,), (3, 2)], [0, 1, 3, 6])), *LARGE],
+)
+def test_rows_are_those_of_numpy(
+    pooled: Device, leading: tuple[int, ...], count: int, width: int, columns: int
+) -> None:
+    random = np.random.default_rng(7)
+    rows = random.permutation(count + 2)[:count].tolist()
+    out = random.integers(0, 99, (*leading, count + 2, columns + 1), dtype=np.int32)
+    ids = np.full((count, columns), -1)
+    ids[:, :width] = random.integers(-1, 9, (count, width))
     values = [(int(random.integers(1, 5)), 10 * i) for i in range(int(np.prod(leading)))]
     target = on_device(pooled, out)
     table = pooled.views.table(target)
     planes = [(start, *value) for start, value in zip(table.starts(), values, strict=True)]
-    upload = stage(pooled, table, ids[:, :width], rows, planes, 6)
+    upload = stage(pooled, table, ids[:, :width], rows, planes, columns)
     pooled.enqueue(upload, pooled.create_stream("tables"))
     pooled.synchronize()
     expected = out.copy()
-    for plane, (scale, offset) in zip(expected.reshape(-1, 5, 7), values, strict=True):
-        plane[rows, :6] = np.where(ids < 0, -1, ids * scale + offset)
+    for plane, (scale, offset) in zip(expected.reshape(-1, count + 2, columns + 1), values, strict=True):
+        plane[rows, :columns] = np.where(ids < 0, -1, ids * scale + offset)
     np.testing.assert_array_equal(seen(target), expected)
 
 

@@ -13,7 +13,7 @@ from kvpool.device import CpuDevice
 from kvpool.device.copy_plan import make_plan
 from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction, split
 from kvpool.device.memory.pools import MemoryPools
-from kvpool.device.regions import BYTES, FROM, SOURCE, TO, TOKENS
+from kvpool.device.regions import BYTES, SOURCE, TOKENS
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 from tests.kernels.fragment_tables import table_of
@@ -68,19 +68,15 @@ def test_the_fragments_of_whole_blocks_are_known_without_cutting_them(layout: Bl
                 assert shuffled[0] >= len(fragments) and shuffled[1] == fragments[:, BYTES].sum()
 
 
-def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> None:
-    pools = make_pools(CpuDevice(), BlockLayout(2, 1, 16, 4, order="block_first"))
-    size, tokens = pools.layout.block_bytes, 4
-    moves = as_moves(*((block, DEVICE_BLOCKS + place, tokens) for block, place in ((2, 2), (0, 0), (1, 1), (5, 3))))
-    fragments = cut(pools, moves)
-    assert fragments[:, BYTES].tolist() == [3 * size, size]
-    assert fragments[0, FROM] == pools.flat("device").ctypes.data and fragments[0, TO] == pools.flat("host").ctypes.data
-
-
 FIRST_LAYERS, FIRST_BLOCKS = (BlockLayout(3, 1, 16, 4, order=order) for order in ("layer_first", "block_first"))
 SEGMENT, WHOLE = FIRST_LAYERS.segment_bytes, FIRST_BLOCKS.block_bytes
 HOST = DEVICE_BLOCKS
 CUTS = {
+    "neighbours in no order": (
+        FIRST_BLOCKS,
+        [(2, HOST + 2, 4), (0, HOST, 4), (1, HOST + 1, 4), (5, HOST + 3, 4)],
+        [3 * WHOLE, WHOLE],
+    ),
     "neighbours in a layer-first tier": (FIRST_LAYERS, [(0, 3, 4), (1, 4, 4), (2, 5, 4)], [3 * SEGMENT] * 6),
     "a layer-first tier and the host": (FIRST_LAYERS, [(0, HOST, 4), (1, HOST + 1, 4)], [SEGMENT] * 12),
     # The first part follows the block before it.

@@ -15,7 +15,7 @@ from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import PATHS
 from kvpool.errors import DeviceError, InsufficientMemory
-from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen
+from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, make_pools, on_device, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver
 
@@ -32,15 +32,12 @@ MAX_REGISTERS_PER_BLOCK, HOST_NATIVE_ATOMICS, SAME_ADDRESSES = 12, 86, 91
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_that_is_asked_for_is_taken(driver: Driver, path: str) -> None:
     device = CudaDevice(calibration=path)
-    pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
-    expected = images(pools)
+    pools = make_pools(device, LAYOUT)
     with driver.counting("copies", "batches", "launches") as grown:
-        device.copy_blocks(OFFLOADS, stream)
+        device.copy_blocks(OFFLOADS, device.create_stream("copies"))
     wanted = {"plain": (FRAGMENTS, 0, 0), "batched": (FRAGMENTS, 1, 0), "kernel": (0, 0, 1), "bulk": (0, 0, 1)}
     assert tuple(grown.values()) == wanted[path]
-    device.synchronize()
-    for block in (0, 2, 4):
-        np.testing.assert_array_equal(pools.host_pool[block], expected[0][:, :, block])
+    pools.close()
     device.close()
 
 

@@ -93,20 +93,6 @@ def test_short_lived_streams_keep_no_buffers(driver: Driver, device: CudaDevice)
     assert grown == {"launches": 200} and driver.counter("pinned") <= before + QUERIED_ABOVE + 2
 
 
-def test_each_launch_has_moves_of_its_own_until_it_is_done(driver: Driver, device: CudaDevice) -> None:
-    pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
-    expected = images(pools)
-    go = driver.stall(stream.handle)
-    for block in range(4):
-        device.copy_blocks(as_moves((block, DEVICE_BLOCKS + block, 4)), stream)
-    assert in_flight(device) == 4
-    go()
-    device.synchronize()
-    for block in range(4):
-        np.testing.assert_array_equal(pools.host_pool[block], expected[0][:, :, block])
-    assert in_flight(device) == 0
-
-
 def test_an_upload_is_not_written_over_while_another_stream_is_stalled(driver: Driver, device: CudaDevice) -> None:
     pools, stalled, other = make_pools(device, LAYOUT), device.create_stream("stalled"), device.create_stream("other")
     expected = images(pools)

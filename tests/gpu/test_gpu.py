@@ -20,8 +20,6 @@ from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS
 from kvpool.device.cuda.trials import measure
 from kvpool.device.fragments import Cutter
-from kvpool.device.memory.pools import MemoryPools
-from kvpool.device.work import StagedRows, staged_bytes, write_rows
 from kvpool.errors import PoolBusy
 
 pytestmark = pytest.mark.gpu
@@ -163,33 +161,6 @@ def test_auto_is_the_gpu_unless_the_environment_says_otherwise(cupy: Any, monkey
         device = get_device("auto")
         assert device.name == name
         device.close()
-
-
-ROWS = [(1, 0, 3, 1), (3, 5, 5, 2), (2, 7, 130, 2), (4, 600, 601, 1), (1100, 2, 3, 1), (3, 2, 4, 250)]
-
-
-@pytest.mark.parametrize(("rows", "width", "columns", "planes"), ROWS)
-def test_staged_rows_of_every_size_are_those_of_numpy(
-    cupy: Any, rows: int, width: int, columns: int, planes: int
-) -> None:
-    device, random = CudaDevice(), np.random.default_rng(rows)
-    pools = MemoryPools(device, LAYOUT, 1)
-    target = cupy.full((planes, rows + 3, columns + 2), 77, np.int32)
-    expected, table = target.get(), device.views.table(target[:, :, :columns])
-    buffer = device.allocate(staged_bytes(planes, rows, width), "host")
-    staged = StagedRows(table, buffer, buffer.ctypes.data, planes, rows, width, columns)
-    ids_end = -(-4 * rows * width // 8) * 8
-    buffer[: 4 * rows * width].view(np.int32)[:] = random.integers(-1, 50, rows * width)
-    numbers = buffer[ids_end:].view(np.int64)
-    numbers[:rows] = random.permutation(rows + 3)[:rows]
-    numbers[rows:].reshape(planes, 3)[:] = [(start, 2 + plane, plane) for plane, start in enumerate(table.starts())]
-    write_rows(*staged[2:], expected.ctypes.data, expected.strides[-2])
-    device.enqueue(staged, device.create_stream("engine"))
-    device.synchronize()
-    np.testing.assert_array_equal(target.get(), expected)
-    device.free(buffer)
-    pools.close()
-    device.close()
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])

@@ -137,18 +137,6 @@ def test_tokens_that_follow_each_other_are_copied_like_any_others(
         check(cache, each, staging_for(cache, len(slots), random), 0, gather=gather, **options)
 
 
-@pytest.mark.parametrize("gather", [True, False])
-@pytest.mark.parametrize("name", ["vllm_flash_attention", "flashinfer_hnd", "mla"])
-def test_skip_is_exact_to_the_token(name: str, gather: bool, options: dict[str, Any]) -> None:
-    random = np.random.default_rng(3)
-    for skip in range(12):
-        cache = make_cache(name, Sizes(), 2)
-        slots, staging = slots_for(cache, 11, random), staging_for(cache, 11, random)
-        # A slot that would be refused is not looked at before the skip.
-        slots[:skip] = 10**6
-        check(cache, slots, staging, min(skip, 11), gather=gather, **options)
-
-
 def test_shim_moves_words_as_wide_as_everything_divides() -> None:
     launcher = ShimLauncher()
     for name, sizes, itemsize, padding, width in [

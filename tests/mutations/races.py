@@ -32,7 +32,7 @@ MUTATIONS = (
         "A load overwrites blocks of a shared prefix while another request reads them.",
         (
             f"{_FIVE}::test_a_chunk_that_is_loaded_leaves_a_prefix_alone_that_another_request_reads",
-            "tests/kernels/test_kv_copy.py::test_skip_is_exact_to_the_token",
+            "tests/kernels/test_kv_stagings.py::test_the_skip_is_exact_to_the_token_over_all_stagings",
         ),
     ),
     Mutation(
@@ -41,7 +41,7 @@ MUTATIONS = (
         'integer_argument("skip_prefix_n_tokens", skip, 0, total)',
         'integer_argument("skip_prefix_n_tokens", skip, 0, total) // cache.tokens_per_block * cache.tokens_per_block',
         "A load overwrites the tokens at the end of a skipped prefix that fill no block.",
-        ("tests/kernels/test_kv_copy.py::test_skip_is_exact_to_the_token",),
+        ("tests/kernels/test_kv_stagings.py::test_the_skip_is_exact_to_the_token_over_all_stagings",),
     ),
     Mutation(
         "a_claim_follows_the_content",
