@@ -62,7 +62,7 @@ MUTATIONS = (
         "A changed byte in a store becomes a wrong token.",
         (
             "tests/stores/test_storage_contract.py::test_a_changed_byte_never_comes_in[pool]",
-            f"{_FAILURES}test_what_came_before_a_failure_is_used",
+            f"{_KEEPER}test_damaged_or_failed_blocks_are_reported_until_they_are_right_again",
         ),
     ),
     Mutation(

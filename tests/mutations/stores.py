@@ -35,7 +35,7 @@ MUTATIONS = (
         "codes[wrong] = DAMAGED",
         "pass",
         "A disk that gives a wrong byte gives a wrong token.",
-        ("tests/stores/test_queue.py::test_a_changed_byte_is_damaged_and_forgotten",),
+        ("tests/stores/test_storage_contract.py::test_a_changed_byte_never_comes_in[cache]",),
     ),
     Mutation(
         "a_seal_is_of_bytes_alone",

@@ -11,7 +11,6 @@ import pytest
 
 from kvpool import PoolClosed
 from kvpool.storage import (
-    ABSENT,
     CANCELLED,
     DAMAGED,
     FAILED,
@@ -48,20 +47,6 @@ from tests.stores.lab import (
 from tests.waiting import at_once
 
 # -- a store that lies ---------------------------------------------------------------------------------
-
-
-def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreWorker) -> None:
-    keys = saved(queue, 4)
-
-    def flip(answer: Any) -> Any:
-        queue.memory[11, 77] ^= 1
-        return answer
-
-    store.after["load"] = flip
-    assert codes_of(begin_load(queue, keys, 10)) == [OK, DAMAGED, OK, OK]
-    del store.after["load"]
-    assert done(begin_load(queue, keys, 10)).codes.tolist() == [OK, ABSENT, OK, OK]
-    assert queue.stats().blocks["load", "damaged"] == 1
 
 
 def jobs_of(queue: StoreWorker, keys: Any) -> dict[str, Callable[[], StoreRequest]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.storage import FAILED, MemoryStore, StorageManager
+from kvpool.storage import MemoryStore, StorageManager
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.pool_adapter import Content, PoolAdapter, StoredContent
@@ -37,15 +37,6 @@ PROMPT = tokens(41)
 
 
 # -- stores that lie, fail, hang -----------------------------------------------------------------------
-
-
-def test_what_came_before_a_failure_is_used(engine: Engine, wrong: Wrong) -> None:
-    wrong.after["load"] = lambda answer: (np.where(np.arange(len(answer[0])) < 3, answer[0], FAILED), answer[1])
-    with make_manager(engine, wrong) as manager:
-        assert fetch(engine, manager, PROMPT) == 3
-        sequence = engine.add(PROMPT)
-        assert sequence.cached == 12
-        engine.release(sequence)
 
 
 # -- bounds --------------------------------------------------------------------------------------------
