@@ -82,10 +82,10 @@ def made_arrivals(count: int, seed: int) -> list[Arrival]:
     ]
 
 
-def arrivals(limit: int | None = None) -> list[Arrival]:
+def arrivals(limit: int) -> list[Arrival]:
     """The recorded trace if ``KVPOOL_TRACES`` names its folder, made requests otherwise."""
     trace = recorded()
-    return made_arrivals(limit or 12_000, seed=1) if trace is None else trace_arrivals(trace, limit)
+    return made_arrivals(limit, seed=1) if trace is None else trace_arrivals(trace, limit)
 
 
 class _Transfer:

@@ -10,7 +10,6 @@ import pytest
 from asv_bench.load_grid import cell, lost_most
 from kvpool.storage.choice import BUDGET, Load, LoadOrCompute
 from tests.seeds import some_of
-from tests.stores.choice_grid import SCENARIOS
 from tests.stores.clock import World, arrivals, grid, made_arrivals, means
 
 REQUESTS = arrivals(600)
@@ -44,6 +43,22 @@ def test_loading_never_loses_to_computing_nor_to_what_is_fixed(world: World) -> 
     assert mean_seconds["choice"] <= 1.02 * mean_seconds["none"]
     assert mean_seconds["choice"] <= 1.1 * min(mean_seconds.values())
 
+
+SCENARIOS: dict[str, tuple[World, float]] = {
+    "one after another": (World(0, 1), 1.0),
+    "prefill 1,500/s": (World(0, 1, prefill=1_500.0), 1.0),
+    "prefill 100,000/s": (World(0, 1, prefill=100_000.0), 1.0),
+    "noise": (World(0, 1, noise=1.0), 1.0),
+    "collapse to 0.001": (World(0, 1, collapse=1e-3, every=100, lasts=100), 1.0),
+    "collapse to 0": (World(0, 1, collapse=0.0, every=100, lasts=100), 1.0),
+    "shared, as it came": (World(0, 1, alone=False), 1.0),
+    "shared, 10 x as fast": (World(0, 1, alone=False), 10.0),
+    "shared, 100 x as fast": (World(0, 1, alone=False), 100.0),
+    "shared, 10 x, noise": (World(0, 1, alone=False, noise=1.0), 10.0),
+    "shared, 10 x, collapse": (World(0, 1, alone=False, collapse=1e-3, every=100, lasts=100), 10.0),
+    "one engine at 63 %": (World(0, 1, alone=False, engine=True, prefill=40_000.0), 0.63),
+}
+"""Worlds without their latency and bandwidth, and how much faster the requests of the trace come."""
 
 FAST = [world for world in grid(4) if world.bandwidth > 1e9]
 
