@@ -200,17 +200,6 @@ compiler._translate = stop
 
 
 @pytest.mark.exhaustive
-def test_damaged_code_is_compiled_anew(sample: Path) -> None:
-    for path in cache_of(sample).glob("*.nbc"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    again = report_of(sample)
-    assert (again["values"], again["compiled"]) == (VALUES, FIRST)
-    assert report_of(sample)["compiled"] == NOTHING
-
-
-@pytest.mark.exhaustive
 def test_code_that_is_gone_when_it_is_looked_at_is_compiled_anew(sample: Path) -> None:
     for path in cache_of(sample).glob("*.nbc"):
         path.unlink()
