@@ -39,7 +39,7 @@ from kvpool.integrations.llamacpp_settings import (
     loaded_adapters,
 )
 from kvpool.integrations.local import LocalBlocks, state_keys
-from kvpool.integrations.options import LLAMACPP, UNNAMED, LocalOptions, files_digest
+from kvpool.integrations.options import LLAMACPP, LocalOptions, files_digest
 
 with LLAMACPP.imports():
     import xllamacpp
@@ -231,7 +231,7 @@ class PrefixCache(Closing):
                 if LLAMACPP.logs_requests():
                     key = _key_of(tokens, adapters)
                     missed = self._blocks.explain_state(key, len(tokens) - sum(came.values()))
-                    LLAMACPP.log_request(UNNAMED, came, [missed])
+                    LLAMACPP.log_request(came, [missed])
             self._keep(slot, np.concatenate([tokens, np.array(answer["tokens"], np.int64)]), adapters)
             return answer
 

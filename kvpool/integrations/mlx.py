@@ -26,7 +26,7 @@ from kvpool.common.process import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.integrations.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
-from kvpool.integrations.options import MLX, UNNAMED, PromptCacheOptions, files_digest
+from kvpool.integrations.options import MLX, PromptCacheOptions, files_digest
 from kvpool.pool.explain import Missed
 
 with MLX.imports():
@@ -315,12 +315,12 @@ class PromptCache(Closing):
                 story = shelf.story(tokens, count) if MLX.logs_requests() else None
                 caches = shelf.restore(tokens[:count]) if count else None
                 if story is not None and caches is not None:
-                    MLX.log_request(UNNAMED, *story)
+                    MLX.log_request(*story)
                 if caches is not None:
                     self._reused += count
                     return caches, tokens[count:]
             if MLX.logs_requests() and hits:
-                MLX.log_request(UNNAMED, *hits[0][1].story(tokens, 0))
+                MLX.log_request(*hits[0][1].story(tokens, 0))
             return None, tokens
 
     def insert_cache(

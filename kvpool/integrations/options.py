@@ -29,8 +29,6 @@ SHARED = ("mooncake", "peer", "s3")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SECONDS_MAX = 3600.0
 _HISTORY = 16_384
-UNNAMED = "without a name"
-"""How a line calls a request that its engine does not name."""
 POLICIES: tuple[PolicyName, ...] = ("lru", "reuse", "agent", "adaptive")
 """``POLICIES`` of the state, which imports Numba."""
 _KEEPING = ("save", "load_share", "save_share", "load_seconds", "save_seconds", "retry_seconds")
@@ -338,7 +336,7 @@ class EnginePlugin:
         """How many keys that have gone a host cache remembers for these lines."""
         return _HISTORY if self.logs_requests() else 0
 
-    def log_request(self, request: str, came: Mapping[str, int], missed: Iterable[Missed]) -> None:
+    def log_request(self, came: Mapping[str, int], missed: Iterable[Missed], request: str = "without a name") -> None:
         """Log one line for a request: how many tokens came from the "device", the "host" and each store, and how many
         did not, by reason and by trouble with stores. It has no tokens, no keys and no salts."""
         counts = Counter[str]()

@@ -332,22 +332,17 @@ class BlockClient(Closing):
     @contextmanager
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
         """Allow one call at a time. A call that fails leaves no connection."""
-        taken: list[bool] = []
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("another thread is inside a call of this client: give each thread its own")
         try:
-            # Taken and noted by one call of C, in which no handler runs: what is taken is released below.
-            taken.extend(map(self._busy.acquire, (False,)))
-            if not any(taken):
-                raise RuntimeError("another thread is inside a call of this client: give each thread its own")
             if self._context is None and not closing:
                 raise ValueError("the client is closed")
             yield
         except BaseException:
-            if any(taken):
-                self._disconnect()
+            self._disconnect()
             raise
         finally:
-            if any(taken):
-                self._busy.release()
+            self._busy.release()
 
     def _disconnect(self) -> None:
         link, self._link = self._link, None

@@ -268,8 +268,6 @@ class Server:
             self._clients[sender] = ClientSession(sender, session, descriptor)
 
     def _take(self, client: ClientSession, frames: list[Any]) -> None:
-        if not frames:
-            raise Malformed("a message without frames")
         received = client.session.unpack([frame.buffer for frame in frames], self._backend.accepted)
         id = received.message.id
         if id == 0:

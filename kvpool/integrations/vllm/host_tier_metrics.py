@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import kvpool
@@ -81,10 +81,8 @@ class HostTierMetrics:
 
         self._cache, self._clock = cache, clock
         self.counts: Counter[str] = Counter()
-        """by name"""
+        """totals by name"""
         self._hints: Counter[tuple[str, str]] = Counter()
-        self._totals = (0, 0, 0, 0)
-        self._expired = 0
         self._usage: HostUsage | None = None
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -96,36 +94,22 @@ class HostTierMetrics:
 
     def take(self, storage: HostStorageManager | None) -> OffloadingConnectorStats | None:
         """What has happened since the last call, or None if nothing has."""
-        counts = {name: count for name, count in self.counts.items() if count}
-        self.counts.clear()
-        expired = self._cache.expired_reservations
-        if expired != self._expired:
-            counts[EXPIRED_STORES] = expired - self._expired
-            self._expired = expired
+        stats, totals = OffloadingConnectorStats(), Counter({EXPIRED_STORES: self._cache.expired_reservations})
+        totals.update(self.counts)
         if storage is not None:
-            totals = storage.totals
-            if totals != self._totals:
-                changes = zip(_TOTALS, totals, self._totals, strict=True)
-                counts.update({name: total - old for name, total, old in changes if total != old})
-                self._totals = totals
-        due = storage is not None and self._clock() - self._read_at >= _EVERY_SECONDS
-        if not counts and not due and not self._hints:
-            return None
-        stats = OffloadingConnectorStats()
-        for name, count in counts.items():
-            stats.increase_counter(name, count)
-        for labels, count in self._hints.items():
-            stats.increase_counter(_HINTED, count, labels)
-        self._hints.clear()
-        if counts:
+            totals.update(dict(zip(_TOTALS, storage.totals, strict=True)))
+        changed = self._count({(name, ()): total for name, total in totals.items()}, stats)
+        hinted = self._count({(_HINTED, labels): total for labels, total in self._hints.items()}, stats)
+        if changed:
             usage, before = self._cache.usage(), self._usage
             self._usage = usage
             for state, blocks in usage._asdict().items() if usage != before else ():
                 stats.set_gauge(_BLOCKS, blocks, (state,))
+        due = storage is not None and self._clock() - self._read_at >= _EVERY_SECONDS
         if storage is not None and due:
             self._read_at = self._clock()
             self._read(storage, stats)
-        return stats
+        return stats if changed or hinted or due else None
 
     def _read(self, storage: HostStorageManager, metrics: OffloadingConnectorStats) -> None:
         """Read the figures of the stores, and of the storage manager, by reason."""
@@ -140,10 +124,15 @@ class HostTierMetrics:
             for figure, value in store.store.items():
                 metrics.set_gauge(_FIGURES, value, (store.name, figure))
             metrics.set_gauge(_SUSPENDED, int(store.name in stats.suspended), (store.name,))
-        for (name, labels), total in totals.items():
-            change = total - self._known.get((name, labels), 0)
+        self._count(totals, metrics)
+
+    def _count(self, totals: Mapping[tuple[str, tuple[str, ...]], float], metrics: OffloadingConnectorStats) -> bool:
+        """Count by how much totals have grown. Returns whether any has."""
+        grown = {which: total - self._known.get(which, 0) for which, total in totals.items()}
+        for (name, labels), change in grown.items():
             if change:
                 metrics.increase_counter(name, change, labels)
                 if name in _KINDS and labels[0] in _OWN:
                     self._troubles.note(_KINDS[name], labels[0], int(change))
-        self._known = totals
+        self._known.update(totals)
+        return any(grown.values())

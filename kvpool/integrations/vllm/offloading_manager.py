@@ -279,7 +279,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         if (story := self._stories.pop(req_context.req_id, None)) is not None:
-            VLLM.log_request(req_context.req_id, story.came, story.missed.values())
+            VLLM.log_request(story.came, story.missed.values(), req_context.req_id)
         if self._storage is not None:
             self._storage.finish(req_context.req_id)
         request = self._requests.get(req_context.req_id)

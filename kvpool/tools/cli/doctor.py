@@ -246,7 +246,7 @@ class SeenDriver(NamedTuple):
     gpu_files: int
 
 
-def look_at_driver(root: Path = Path("/")) -> SeenDriver:
+def look_at_driver() -> SeenDriver:
     """Query NVIDIA's driver without CuPy. Starts no GPU."""
     version, error = ctypes.c_int(), None
     try:
@@ -254,8 +254,8 @@ def look_at_driver(root: Path = Path("/")) -> SeenDriver:
         error = f"cuDriverGetVersion gave {status}" if status else None
     except (OSError, AttributeError) as raised:
         error = str(raised)
-    files = [*(root / "dev").glob("nvidia[0-9]*"), *(root / "dev").glob("dxg")]
-    module = (root / "proc/driver/nvidia/version").exists()
+    files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
+    module = Path("/proc/driver/nvidia/version").exists()
     return SeenDriver(None if error else version.value, error, module, len(files))
 
 

@@ -13,12 +13,14 @@ from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.tools.planner import stack
 from kvpool.tools.planner.stack import BUCKETS, GROUPS, REQUEST_EDGES, SECOND_EDGES, STEPS, UsedBlocks
-from kvpool.tools.replay.content import Progress, Request, namespace_digest
+from kvpool.tools.replay.content import Request, namespace_digest
 
 TENANTS_MAX = 64
 """How many tenants have a curve of their own. Later ones share one curve."""
 OTHERS, NOBODY = "(others)", "(none)"
 SAMPLE_MIN = 1e-6
+PREFIXES = 10
+"""How many prefixes are named."""
 BLOCKS_MIN = 4 * GROUPS
 """The fewest distinct prompt blocks that a sample needs. With fewer, even its error is unknown."""
 
@@ -536,7 +538,6 @@ def survey_of(
     *,
     tokens_per_block: int = 16,
     sample: float = 1.0,
-    progress: Progress = lambda count: None,
 ) -> Survey:
     """Survey requests.
 
@@ -548,8 +549,6 @@ def survey_of(
         At least 1.
     sample : float, default 1.0
         Share of the blocks to follow, 1e-6 to 1.
-    progress : callable
-        Called with 1 after each request.
 
     Returns
     -------
@@ -566,7 +565,6 @@ def survey_of(
     surveyor = Surveyor(tokens_per_block, sample)
     for request in requests:
         surveyor.record(request)
-        progress(1)
     return surveyor.survey()
 
 
@@ -614,9 +612,8 @@ def find_prefixes(
     blocks_before: Int64s,
     tokens_per_block: int,
     sample: float,
-    count: int = 10,
 ) -> Prefixes:
-    """Return the ``count`` runs with the most hits.
+    """Return the runs with the most hits.
 
     ``hits[b]`` and ``parent[b]`` (-1: none) belong to block b. ``blocks_before[r]`` are the distinct blocks seen before
     request r.
@@ -627,7 +624,7 @@ def find_prefixes(
     heads, lengths = np.unique(head[reused], return_counts=True)
     carried = lengths * hits[heads].astype(np.int64)
     total = max(int(carried.sum()), 1)
-    order = np.argsort(-carried, kind="stable")[:count]
+    order = np.argsort(-carried, kind="stable")[:PREFIXES]
     top = [
         Prefix(
             first_request=int(np.searchsorted(blocks_before, heads[i], side="right")) - 1,
