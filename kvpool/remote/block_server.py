@@ -259,14 +259,12 @@ class BlockServer(Closing):
 
 
 class Waiting(NamedTuple):
-    """An accepted request for blocks of one group of layers. ``keys`` uint64[n, 2], ``owner`` the owner of its
-    leases."""
+    """An accepted request for blocks of one group of layers. ``keys`` uint64[n, 2]."""
 
     client: ClientSession
     id: int
     group: int
     keys: Uint64s
-    owner: str
     nbytes: int
 
 
@@ -275,7 +273,6 @@ class Sending(NamedTuple):
     them."""
 
     client: ClientSession
-    id: int
     nbytes: int
     leases: list[Lease]
     released: Callable[[], bool]
@@ -294,18 +291,18 @@ class UnderWay:
         """Bytes of all transfers."""
         return sum(transfer.nbytes for transfer in self.transfers)
 
-    def accept(self, request: Waiting, blocks: int) -> None:
+    def accept(self, request: Waiting) -> None:
         """Queue a request. Raises Refused if its client exceeds its limits with this request, or with all of them."""
         limits, mine = self._limits, sum(other.client == request.client for other in self._waiting)
         bounds = (
-            (blocks, limits.blocks_per_request, "blocks in one request"),
+            (len(request.keys), limits.blocks_per_request, "blocks in one request"),
             (request.nbytes, limits.bytes_per_client, "bytes in one request"),
             (mine + 1, limits.requests_per_client, "requests that wait for those before them"),
             (len(self._waiting) + 1, limits.requests_waiting, "requests that wait, of all clients"),
         )
         for count, most, what in bounds:
             if most is not None and count > most:
-                raise Refused(request.id, "limit", f"{what}: expected up to {most}, got {count}")
+                raise Refused("limit", f"{what}: expected up to {most}, got {count}")
         self._waiting.append(request)
 
     def take(self) -> Waiting | None:
@@ -421,20 +418,19 @@ class _HostTier:
                 f"layout {hello.layout:.40} cannot read blocks of layout {self._layout}: both pools need one "
                 "BlockLayout, or the same groups of layers"
             )
-            raise Refused(hello.id, "layout", reason)
+            raise Refused("layout", reason)
         if hello.origin != self._origin:
-            raise Refused(hello.id, "secret", "the pools have different hash secrets")
+            raise Refused("secret", "the pools have different hash secrets")
         if hello.transport != self._transport.name:
             reason = f"transport {hello.transport!r:.40}: this server sends {self._transport.name!r}"
-            raise Refused(hello.id, "transport", reason)
+            raise Refused("transport", reason)
 
     def _accept(self, client: ClientSession, request: Get, keys: Uint64s) -> None:
         sizes = self._welcome.block_bytes
         if request.group >= len(sizes) or not sizes[request.group]:
             groups = [group for group, size in enumerate(sizes) if size]
             raise Malformed(f"group: expected one of {groups!r:.80}, got {request.group}")
-        owner, nbytes = f"remote {client.hello.client} {client.id.hex()}", len(keys) * sizes[request.group]
-        self.under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
+        self.under_way.accept(Waiting(client, request.id, request.group, keys, len(keys) * sizes[request.group]))
         self._serve()
 
     def _find(self, client: ClientSession, request: Find, keys: Uint64s) -> None:
@@ -443,15 +439,15 @@ class _HostTier:
         The socket accepts no message of more than BLOCKS_MAX keys.
         """
         pieces = [keys[first : first + KEYS_PER_LOOK] for first in range(0, len(keys), KEYS_PER_LOOK)]
-        present = np.concatenate([self._of_pool(request.id, piece) for piece in pieces], axis=1)
+        present = np.concatenate([self._of_pool(piece) for piece in pieces], axis=1)
         if self.server.send(client, Found(request.id), [np.packbits(present).tobytes()]):
             self.stats.questions += 1
 
-    def _of_pool(self, id: int, keys: Uint64s) -> Bools:
+    def _of_pool(self, keys: Uint64s) -> Bools:
         try:
             return self._cache.content.cached_blocks(keys, tier="host")
         except PoolClosed as error:
-            raise Refused(id, "closed", str(error)) from None
+            raise Refused("closed", str(error)) from None
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -462,11 +458,12 @@ class _HostTier:
 
     def _pin(self, request: Waiting) -> tuple[list[Lease], Bools]:
         """Leases of the blocks that are there, in the order of their keys, and which keys those are."""
-        keys, group, owner = request.keys, request.group, request.owner
+        keys, group, client = request.keys, request.group, request.client
+        owner = f"remote {client.hello.client} {client.id.hex()}"
         try:
             return [self._cache.pin(keys, owner=owner, tier="host", group=group)], np.ones(len(keys), np.bool_)
         except PoolClosed as error:
-            raise Refused(request.id, "closed", str(error)) from None
+            raise Refused("closed", str(error)) from None
         except BlockNotFound:
             each = [self._cache.find_and_pin_host(key, owner=owner, group=group) for key in keys]
             return [lease for lease in each if lease is not None], np.array([lease is not None for lease in each])
@@ -485,13 +482,13 @@ class _HostTier:
                 offer = self._transport.offer(request.group, rows)
                 mac = request.client.session.mac(offer.content)
                 if any(lease.closed for lease in leases):  # else nobody has written there before they were sealed
-                    raise Refused(request.id, "revoked", "the lease was revoked before the blocks were sent")
+                    raise Refused("revoked", "the lease was revoked before the blocks were sent")
                 if offer.copied or not self._cache.core.transfer.guards & records.UNPIN_AFTER_RELEASE:
                     leases = self._unpin(leases)
                 if not self.server.send(request.client, reply, offer.frames, offer.blocks, mac):
                     self._unpin(leases)
                     return
-                transfer = Sending(request.client, request.id, nbytes, leases, offer.released)
+                transfer = Sending(request.client, nbytes, leases, offer.released)
                 self.under_way.transfers.append(transfer)
         except BaseException:
             self._unpin(leases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from threading import Event
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -51,18 +52,6 @@ def new_agent() -> Any:
     return api.nixl_agent(f"kvpool-{secrets.token_hex(8)}", config)
 
 
-class _Reading:
-    """One offer, kept while somebody wants to know whether it was read."""
-
-    __slots__ = ("__weakref__", "done")
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def released(self) -> bool:
-        return self.done
-
-
 class NixlServer(ServerTransport):
     """Registers the whole host tier once. An offer is a tag and the addresses of its blocks.
 
@@ -84,7 +73,8 @@ class NixlServer(ServerTransport):
         self._agent: Any = new_agent()
         self._memory: Any = None
         self._host: Host = []
-        self._reading: WeakValueDictionary[bytes, _Reading] = WeakValueDictionary()
+        # Whether each offer was read, as long as somebody wants to know that.
+        self._read: WeakValueDictionary[bytes, Event] = WeakValueDictionary()
 
     def start(self, host: Host) -> None:
         self._host = host
@@ -96,19 +86,19 @@ class NixlServer(ServerTransport):
         return [self._agent.get_agent_metadata()]
 
     def offer(self, group: int, rows: Int64s) -> Offer:
-        tag, reading = secrets.token_bytes(_TAG_BYTES), _Reading()
-        self._reading[tag] = reading
+        tag, read = secrets.token_bytes(_TAG_BYTES), Event()
+        self._read[tag] = read
         addresses = np.concatenate([base + rows * nbytes for base, nbytes in self._parts[group]]).astype(_ADDRESS)
         content = np.concatenate([part[rows] for part in self._host[group]], axis=1)
-        return Offer([tag, addresses.tobytes()], [], [content], False, reading.released)
+        return Offer([tag, addresses.tobytes()], [], [content], False, read.is_set)
 
     def poll(self) -> None:
         notifications = {} if self._agent is None else self._agent.get_new_notifs()
         for tags in notifications.values():
             for tag in tags:
-                reading = self._reading.get(tag)
-                if reading is not None:
-                    reading.done = True
+                read = self._read.get(tag)
+                if read is not None:
+                    read.set()
 
     def close(self) -> None:
         agent, self._agent = self._agent, None
@@ -117,8 +107,8 @@ class NixlServer(ServerTransport):
         if self._memory is not None:
             agent.deregister_memory(self._memory)
         # Nobody can read the memory any more.
-        for reading in list(self._reading.values()):
-            reading.done = True
+        for read in list(self._read.values()):
+            read.set()
 
 
 class NixlClient(ClientTransport):

@@ -39,9 +39,9 @@ _log = logging.getLogger(__name__)
 class Refused(Exception):
     """A request that is answered with ``Failed``."""
 
-    def __init__(self, id: int, code: str, reason: str) -> None:
+    def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
-        self.id, self.code = id, code
+        self.code = code
 
 
 @dataclass(eq=False)
@@ -200,7 +200,7 @@ class Server:
             self.counts.malformed += 1
             self.fail(client, error.id or id, "malformed", str(error))
         except Refused as error:
-            self.fail(client, error.id or id, error.code, str(error))
+            self.fail(client, id, error.code, str(error))
         except Exception as error:
             _log.exception("a request of client %s failed", client.id.hex())
             self.fail(client, id, "internal", type(error).__name__)

@@ -179,15 +179,14 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     in_flight = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8, requests_waiting=3))
 
     clients = {name: ClientSession(name.encode(), Session(b"", b"", True), 0) for name in "abcde"}
-    none = np.empty((0, 2), np.uint64)
 
     def ask(client: str, nbytes: int) -> None:
-        in_flight.accept(Waiting(clients[client], 1, 0, none, "", nbytes), nbytes)
+        in_flight.accept(Waiting(clients[client], 1, 0, np.empty((nbytes, 2), np.uint64), nbytes))
 
     def taken() -> list[tuple[str, int]]:
         taken = []
         while (request := in_flight.take()) is not None:
-            in_flight.transfers.append(Sending(request.client, 1, request.nbytes, [], lambda: False))
+            in_flight.transfers.append(Sending(request.client, request.nbytes, [], lambda: False))
             taken.append((request.client.id.decode(), request.nbytes))
         return taken
 

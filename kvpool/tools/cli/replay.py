@@ -234,7 +234,10 @@ def _store(options: argparse.Namespace) -> Any:
 def _layout(options: argparse.Namespace) -> BlockLayout:
     nbytes, tokens = options.block_bytes, options.tokens_per_block
     if options.model is None:
-        return terminal.layout_of(options, 4096 if nbytes is None else nbytes, tokens)
+        try:
+            return BlockLayout.of_block_bytes(4096 if nbytes is None else nbytes, tokens)
+        except ValueError as error:
+            return options.error(f"--block-bytes: {error}")
     if nbytes is not None:
         options.error("--model decides the bytes of a block: leave out --block-bytes")
     layout = terminal.layout_of_model(options, options.model)

@@ -112,14 +112,6 @@ def trace_of(options: argparse.Namespace, limit: int | None = None) -> Trace:
         return read_trace(options.trace, **reading)
 
 
-def layout_of(options: argparse.Namespace, block_bytes: int, tokens_per_block: int) -> BlockLayout:
-    """A layout of that many bytes. Exits with a message if there is none."""
-    try:
-        return BlockLayout.of_block_bytes(block_bytes, tokens_per_block)
-    except ValueError as error:
-        return options.error(f"--block-bytes: {error}")
-
-
 def layout_of_model(options: argparse.Namespace, name: str, **shape: Any) -> BlockLayout:
     """The layout of one of the ``MODELS``, with what else is given. Exits with a message if there is none."""
     try:

@@ -362,7 +362,7 @@ class _Calls:
             frames_argument([*received.frames, *received.blocks], 0)
             if message.block_bytes != self._block_bytes:
                 reason = f"blocks of {message.block_bytes} bytes: this server has blocks of {self._block_bytes}"
-                raise Refused(message.id, "size", reason)
+                raise Refused("size", reason)
             client.hello = message
             self.server.send(client, StoreWelcome(message.id, self._blocks_per_call))
             return
