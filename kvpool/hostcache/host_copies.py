@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostCopy:
     """One copy that was enqueued. ``HostCopies.copy_in`` and ``copy_out`` return it.
 
@@ -44,11 +46,11 @@ class HostCopy:
     Any thread may use it.
     """
 
-    __slots__ = ("_copies", "_events", "fragments", "layers", "nbytes")
-
-    def __init__(self, copies: HostCopies, events: list[DeviceEvent], layers: int, nbytes: int, fragments: int) -> None:
-        self._copies, self._events = copies, events
-        self.layers, self.nbytes, self.fragments = layers, nbytes, fragments
+    _copies: HostCopies
+    _events: list[DeviceEvent]
+    layers: int
+    nbytes: int
+    fragments: int
 
     @property
     def done(self) -> bool:

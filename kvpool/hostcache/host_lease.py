@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from types import TracebackType
 
 from kvpool.common.arrays import Int64s
@@ -10,6 +11,7 @@ from kvpool.errors import LeaseExpired
 from kvpool.hostcache.tier import HostSlots
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostLease:
     """Host blocks that are pinned for a reader: they are not evicted until the lease is closed.
 
@@ -35,22 +37,15 @@ class HostLease:
     Any thread may use it.
     """
 
-    __slots__ = ("_end", "_open", "blocks", "fingerprint", "id", "keys", "owner", "since")
-
-    def __init__(
-        self,
-        end: Callable[[int, bool], bool],
-        opened: Container[int],
-        fingerprint: str,
-        number: int,
-        owner: str,
-        since: int,
-        keys: tuple[bytes, ...],
-        blocks: Int64s,
-    ) -> None:
-        """``end`` ends the lease of a number, if it is among those that are ``opened``."""
-        self._end, self._open, self.fingerprint = end, opened, fingerprint
-        self.id, self.owner, self.since, self.keys, self.blocks = number, owner, since, keys, blocks
+    _end: Callable[[int, bool], bool]
+    """Ends the lease of a number, if it is among those that are open."""
+    _open: Container[int]
+    fingerprint: str
+    id: int
+    owner: str
+    since: int
+    keys: tuple[bytes, ...]
+    blocks: Int64s
 
     @property
     def slots(self) -> HostSlots:

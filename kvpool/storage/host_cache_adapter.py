@@ -56,8 +56,7 @@ class HostCacheAdapter:
     """
 
     def __init__(self, cache: HostCache, workers: Sequence[StoreWorker], save: str, room: int, limit: int) -> None:
-        self.cache, self._workers = cache, workers
-        self._save, self._limit = save, limit
+        self.cache, self._save, self._limit = cache, save, limit
         self._cursor = cache.open_dirty_cursor(pending=save == EVICT)
         self._before = cache.unsaved_blocks
         self._margin = victims_margin(cache.host_blocks, VICTIMS_AT_ONCE)

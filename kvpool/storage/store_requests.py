@@ -84,10 +84,11 @@ class StoreRequest:
     kind: RequestKind
     keys: Keys
     rows: Rows
-    lend: Lend | None
     deadline: float
     tag: bytes
-    limit: int
+    limit: int = 0
+    """The most blocks with this tag that the store may have: of a save."""
+    lend: Lend | None = None
     renews: bool = False
     """Whether it begins an epoch: of a clear."""
     error: str = ""

@@ -350,7 +350,7 @@ class StoreWorker(Closing):
         StoreRequest
             The request.
         """
-        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold, owner=owner)
+        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, held=hold, owner=owner)
 
     def save(
         self,
@@ -397,7 +397,7 @@ class StoreWorker(Closing):
         if lend is not None and not isinstance(keys, BlockNames):
             raise TypeError(f"keys: expected BlockNames where rows are lent, got {type(keys).__name__}")
         places = None if lend else rows
-        return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit, lend)
+        return self._begin(SAVE, keys, places, done, returned, deadline, tag, limit=limit, lend=lend)
 
     def forget(self, keys: Keys, done: Call | None = None) -> StoreRequest:
         """Begin to drop blocks.
@@ -692,26 +692,21 @@ class StoreWorker(Closing):
         self,
         kind: RequestKind,
         keys: object,
-        rows: object,
+        rows: object = None,
         done: Call | None = None,
         returned: Call | None = None,
         deadline: float = math.inf,
         tag: bytes | None = None,
-        limit: int = 0,
-        lend: Lend | None = None,
-        renews: bool = False,
-        hold: bool = False,
-        owner: Hashable = None,
+        **fields: Any,
     ) -> StoreRequest:
+        """Begin a request. ``fields``: others of it."""
         checked_keys = keys_argument(keys)
         if kind != CLEAR:
             tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == LOAD)
         end = _deadline_argument(deadline)
-        request = StoreRequest(
-            self._queue, self.secret, kind, checked_keys, places, lend, end, tag or b"", limit, renews
-        )
-        request.owner, request.held, request.hurried = owner, hold, end - self._clock() < self._patience
+        request = StoreRequest(self._queue, self.secret, kind, checked_keys, places, end, tag or b"", **fields)
+        request.hurried = end - self._clock() < self._patience
         request.on_done = [] if done is None else [done]
         request.on_returned = [] if returned is None else [returned]
         if self._troubles is not None and kind not in DROPS:
