@@ -118,7 +118,7 @@ class HostCache(Closing):
     1
     """
 
-    ABSENT, HERE, PENDING = int(hostcache.ABSENT), int(hostcache.HERE), int(hostcache.WAITING)
+    ABSENT, HERE, PENDING = hostcache.ABSENT, hostcache.HERE, hostcache.WAITING
 
     def __init__(
         self,
@@ -423,7 +423,7 @@ class HostCache(Closing):
             for key in keys if self._deadlines.overdue else ():
                 if key in self._deadlines.overdue:
                     raise ReservationExpired(f"key {key.hex()} was not published before its deadline: abort it")
-            return self._end(hostcache.publish, keys, now_ms)
+            return self._end(keys, True, now_ms)
 
     def in_order(self, keys: Keys) -> Sequence[bytes]:
         """Return pending keys in the order in which they were reserved.
@@ -473,7 +473,7 @@ class HostCache(Closing):
         with self._lock, self._changes:
             self._check_open()
             self._expire(now_ms)
-            return self._end(hostcache.abort, checked_keys, now_ms)
+            return self._end(checked_keys, False, now_ms)
 
     @property
     def reserved_keys(self) -> list[bytes]:
@@ -716,10 +716,8 @@ class HostCache(Closing):
         margins, victim_rows = np.array([blocks]), np.empty((most, saving.FOUND), np.int64)
         with self._lock, self._changes:
             self._check_open()
-            if cursor is None:
-                count = self._decide(saving.all_victims, margins, victim_rows)
-            else:
-                count = self._decide(saving.victims, cursor, margins, victim_rows)
+            reader = records.NONE if cursor is None else cursor
+            count = self._decide(saving.victims, reader, margins, victim_rows)
             return unpacked(self._states[0].tokens[victim_rows[:count, saving.FOUND - 1]])
 
     @property
@@ -898,8 +896,8 @@ class HostCache(Closing):
             self._check_open()
         return result
 
-    def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now_ms: int) -> int:
-        """Run a verb that ends the wait of pending keys. The caller holds the lock."""
+    def _end(self, keys: Sequence[bytes], publishes: bool, now_ms: int) -> int:
+        """End the wait of pending keys. The caller holds the lock."""
 
         def note(count: int) -> None:
             if count >= 0:
@@ -907,7 +905,8 @@ class HostCache(Closing):
                     self._order.pop(key, None)
                 self._deadlines.end(keys)
 
-        return self._change(verb, packed(keys, known=True), now_ms, needed="pending", finish=note)
+        wanted = packed(keys, known=True)
+        return self._change(hostcache.end_pending, wanted, publishes, now_ms, needed="pending", finish=note)
 
     def _pinned(self) -> list[Int64s]:
         """The blocks of each open lease. The caller holds the lock."""

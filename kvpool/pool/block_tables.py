@@ -12,7 +12,7 @@ from kvpool.common.arrays.strided import AnyArray
 from kvpool.common.process import Closing
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
-from kvpool.pool.core import Core, refusal
+from kvpool.pool.core import Core
 from kvpool.pool.tables.block_table import planes_argument, rows_argument
 from kvpool.pool.tables.snapshot import BlockTableUpload, CsrTableUpload, DenseTableUpload, stream_error, write_dense
 from kvpool.pool.tables.staging import Buffer, Staging
@@ -161,7 +161,7 @@ class BlockTables:
             core.check_open()
             error = step.write(core.states.groups, which, g, False)
             if error < 0:
-                raise refusal(core.states.groups, error, which, core.tokens.sequences)
+                raise core.refusal(error, which)
         return step.written
 
     def copy_batch_block_offsets(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool.common.arguments import milliseconds
-from kvpool.common.arrays import Array, Int32s, Int64s
+from kvpool.common.arrays import Int32s, Int64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import read_only
 from kvpool.common.changes import Changes
@@ -174,7 +174,59 @@ class Core:
         """What to raise for a refused decision. The state lock is held. No wait helps a growth that never fits."""
         if code == records.SHORT_OF_BLOCKS and verb is verbs.append:
             code = verbs.never_fits(self.states.groups, ids, args[0]) or code
-        return refusal(self.states.groups, code, ids, self.tokens.sequences, verb)
+        return self.refusal(code, ids, verb)
+
+    def refusal(self, code: int, ids: Int64s, verb: object = None) -> Exception:
+        """What to raise for the result below zero of a ``verb``. ``ids`` are the sequences that the call named.
+
+        The state lock is still held.
+        """
+        groups = self.states.groups
+        detail, more = int(groups[0, H.detail]), int(groups[0, H.bound])
+        group = int(groups[0, H.detail_group]) if len(groups) > 1 else None
+        if code == records.SHORT_OF_BLOCKS:
+            return OutOfBlocks("device", detail, more, group)
+        if code == records.SHORT_OF_HOST_BLOCKS:
+            return OutOfBlocks("host", detail, more, group)
+        if code == records.SHORT_OF_SEQUENCES:
+            return OutOfSequences(detail, more)
+        if code == records.BAD_TOTAL:
+            return ValueError(f"counts add up to {detail}, tokens has {more} entries")
+        if code == records.BAD_ACCEPTED:
+            return ValueError(
+                f"accepted[{detail}]: expected indices in rising order, below the {more} drafts, got another"
+            )
+        which = int(ids[detail])
+        if code == records.UNKNOWN:
+            return UnknownSequence(f"{which} is not a live sequence of this pool")
+        if code == records.IS_SWAPPED:
+            return ValueError(f"sequence {which} is swapped out: accepted by resume and release")
+        if code == records.NOT_SWAPPED:
+            return ValueError(f"sequence {which} is not swapped out: resume accepts those that are")
+        if code == records.DUPLICATE:
+            return ValueError(f"sequence {which} is named twice")
+        if code == records.FAILED:
+            return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
+        if code == records.BAD_DRAFTS:
+            return ValueError(
+                f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts"
+            )
+        if code == records.NEVER_FITS:
+            return _never_fits(groups, which, more)
+        if code == records.TOO_LONG:
+            return ValueError(
+                f"sequence {which} would pass max_sequence_tokens={groups[0, H.columns] * groups[0, H.width]}"
+            )
+        if code == records.PASSED:
+            gone = (
+                "what was committed has no state before"
+                if groups[groups[0, H.detail_group], H.kind] == RECURRENT
+                else "its window has passed"
+            )
+            return ValueError(f"counts: expected up to {more} tokens for sequence {which}, got more: {gone}")
+        sequence = self.tokens.sequences[which & 0xFFFFFFFF]
+        lowest, length = int(sequence["committed"]) if verb is verbs.commit else 0, int(sequence["length"])
+        return ValueError(f"counts: expected {lowest} to {length} tokens for sequence {which}, got another count")
 
     def _keeps_gil(self, ids: Int64s | None) -> bool:
         """Whether a call for these sequences, which are not checked, is likely to have little to do. Needs no lock."""
@@ -233,7 +285,7 @@ class Core:
         self.check_open()
         error = check_ids(self.states.groups, which, True)
         if error:
-            raise refusal(self.states.groups, error, which, self.tokens.sequences)
+            raise self.refusal(error, which)
         return which & 0xFFFFFFFF
 
     def live(self, kind: int = records.LIVE) -> Int64s:
@@ -310,81 +362,21 @@ def pool_memory(config: PoolConfig, device: Device, options: MemoryOptions) -> M
 def pool_states(config: PoolConfig, device: Device, table: Int32s | None) -> States:
     """The state of a pool. Raises InsufficientMemory. Raises TypeError and ValueError for a ``table`` that does not
     fit."""
-    settings, sizes = config.settings, config.sizes
-    sequences, columns = settings.sequences, settings.columns
-    needed = state_bytes(
-        sizes, settings.width, sequences, columns, settings.event_capacity, settings.policy, settings.gone_capacity
-    )
-    available = device.available_bytes("host")
+    settings, sizes = config.settings._replace(notes_accesses=not device.synchronous), config.sizes
+    needed, available = state_bytes(sizes, settings), device.available_bytes("host")
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)
-    return States(sizes, settings, own_table(table, len(sizes), sequences, columns))
+    return States(sizes, settings, own_table(table, len(sizes), settings.sequences, settings.columns))
 
 
 def host_states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -> States:
     """The state of a pool that has host blocks only, under opaque keys, and no sequences. Raises InsufficientMemory."""
     groups = [GroupSizes(0, host_blocks)]
-    needed, available = state_bytes(groups, KEY_WORDS, 0, 0, event_capacity, policy), available_ram()
+    settings = Settings(KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy)
+    needed, available = state_bytes(groups, settings), available_ram()
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)
-    settings = Settings(KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy)
     return States(groups, settings)
-
-
-def refusal(
-    groups: Int64s,
-    code: int,
-    ids: Int64s,
-    sequences: Array,
-    verb: object = None,
-) -> Exception:
-    """What to raise for the result below zero of a ``verb``. ``ids`` are the sequences that the call named,
-    ``sequences`` their rows.
-
-    The state lock is still held.
-    """
-    detail, more = int(groups[0, H.detail]), int(groups[0, H.bound])
-    if code == records.SHORT_OF_BLOCKS:
-        return OutOfBlocks("device", detail, more, int(groups[0, H.detail_group]) if len(groups) > 1 else None)
-    if code == records.SHORT_OF_HOST_BLOCKS:
-        return OutOfBlocks("host", detail, more, int(groups[0, H.detail_group]) if len(groups) > 1 else None)
-    if code == records.SHORT_OF_SEQUENCES:
-        return OutOfSequences(detail, more)
-    if code == records.BAD_TOTAL:
-        return ValueError(f"counts add up to {detail}, tokens has {more} entries")
-    if code == records.BAD_ACCEPTED:
-        return ValueError(f"accepted[{detail}]: expected indices in rising order, below the {more} drafts, got another")
-    which = int(ids[detail])
-    if code == records.UNKNOWN:
-        return UnknownSequence(f"{which} is not a live sequence of this pool")
-    if code == records.IS_SWAPPED:
-        return ValueError(f"sequence {which} is swapped out: accepted by resume and release")
-    if code == records.NOT_SWAPPED:
-        return ValueError(f"sequence {which} is not swapped out: resume accepts those that are")
-    if code == records.DUPLICATE:
-        return ValueError(f"sequence {which} is named twice")
-    if code == records.FAILED:
-        return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
-    if code == records.BAD_DRAFTS:
-        return ValueError(
-            f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts"
-        )
-    if code == records.NEVER_FITS:
-        return _never_fits(groups, which, more)
-    if code == records.TOO_LONG:
-        return ValueError(
-            f"sequence {which} would pass max_sequence_tokens={groups[0, H.columns] * groups[0, H.width]}"
-        )
-    if code == records.PASSED:
-        gone = (
-            "what was committed has no state before"
-            if groups[groups[0, H.detail_group], H.kind] == RECURRENT
-            else "its window has passed"
-        )
-        return ValueError(f"counts: expected up to {more} tokens for sequence {which}, got more: {gone}")
-    sequence = sequences[which & 0xFFFFFFFF]
-    lowest, length = int(sequence["committed"]) if verb is verbs.commit else 0, int(sequence["length"])
-    return ValueError(f"counts: expected {lowest} to {length} tokens for sequence {which}, got another count")
 
 
 def _never_fits(groups: Int64s, sequence: int, needed: int) -> ValueError:

@@ -38,12 +38,8 @@ MissReason: TypeAlias = Literal[
 """Why tokens are not reused: see ``Missed``."""
 NAMESPACES_MOST = 64
 """The most other namespaces that are tried."""
-_REASONS: dict[int, MissReason] = {
-    int(EVICTED): "evicted",
-    int(FORGOTTEN): "forgotten",
-    int(EXPIRED): "unknown",
-    int(LOSS): "lost",
-}
+# Expired content is still cached until it is evicted. If it is gone without another note, a ``clear`` has dropped it.
+_REASONS: dict[int, MissReason] = {EVICTED: "evicted", FORGOTTEN: "forgotten", EXPIRED: "unknown", LOSS: "lost"}
 
 
 class Missed(NamedTuple):

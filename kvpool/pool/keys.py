@@ -470,7 +470,7 @@ class MissingBlocks(NamedTuple):
 
 def tier_number(tier: object) -> int:
     """Return the number of a tier in the state; ANY_TIER for None. Raises ValueError for anything else."""
-    numbers = {None: control.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
+    numbers = {None: control.ANY_TIER, "device": records.DEVICE, "host": records.HOST}
     if not (tier is None or isinstance(tier, str)) or tier not in numbers:
         raise ValueError(f"tier: expected None, 'device' or 'host', got {tier!r:.80}")
     return numbers[tier]

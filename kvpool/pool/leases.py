@@ -182,7 +182,7 @@ class Leases:
     ) -> Lease:
         """Pin the blocks of keys int64[n, 2], or blocks by id. Raises BlockNotFound if one cannot be pinned."""
         owner, core = text_argument("owner", owner), self.core
-        only = int(records.NONE) if group is None else core.config.group(group)
+        only = records.NONE if group is None else core.config.group(group)
         now_ms, on = core.now(), None if stream is None else core.as_stream(stream)
         exclusive = core.is_exclusive
         if not exclusive:
@@ -391,7 +391,7 @@ class Leases:
             self._open.popitem()[1].access.close()
 
 
-_TIERS = {control.ANY_TIER: "", int(records.DEVICE): " on the device", int(records.HOST): " on the host"}
+_TIERS = {control.ANY_TIER: "", records.DEVICE: " on the device", records.HOST: " on the host"}
 
 
 def _not_found(keys: Int64s | Uint64s | None, place: int, tier: int, ids: Ids | None = None) -> BlockNotFound:

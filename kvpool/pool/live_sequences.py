@@ -254,7 +254,7 @@ class LiveSequences(Prompts):
         accept the sequences. Each keeps its id, and takes one of ``max_sequences``.
         """
         which = id_array("ids", ids)
-        return int(self.core.decide(stream, swaps.swap_out, which, self.core.now(), ids=which))
+        return int(self.core.decide(stream, swaps.swap, which, records.HOST, self.core.now(), ids=which))
 
     def resume(self, ids: Ids, *, stream: StreamLike = None) -> int:
         """Move sequences that were swapped out back to the device.
@@ -289,7 +289,7 @@ class LiveSequences(Prompts):
         share what they shared; a fork that is resumed alone has blocks of its own.
         """
         which = id_array("ids", ids)
-        return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
+        return int(self.core.decide(stream, swaps.swap, which, records.DEVICE, self.core.now(), ids=which))
 
     def block_table(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> BlockTable:
         """Return the block ids of sequences, in the persistent host table.

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvpool.common.arguments import (
+    Integers,
     RetentionRange,
     adapter_argument,
     address,
@@ -24,7 +25,7 @@ from kvpool.common.arguments import (
 from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core
-from kvpool.pool.keys import BlockKeys, Match, Prompt, Scope, request_of, requests_of, unproven
+from kvpool.pool.keys import BlockKeys, Match, Scope, request_of, requests_of, unproven
 from kvpool.state import hashing, index, records, requests
 
 Rows = Int64s
@@ -182,12 +183,8 @@ class PromptRequests:
         are = "block{} is" if needed == 1 else "blocks{} are"
         return f"{needed} device {are.format(where)} needed at once, of {group.device_blocks}"
 
-    def in_namespace(self, tokens: Prompt, salt: bytes | str | None, adapter_id: int | str | None) -> BlockKeys:
+    def in_namespace(self, tokens: Integers, salt: bytes | str | None, adapter_id: int | str | None) -> BlockKeys:
         """Hash a prompt of a namespace, as ``KVCacheManager.block_keys`` does."""
         names = salt_argument(salt), adapter_argument(adapter_id)
-        if isinstance(tokens, BlockKeys):
-            if salt is not None or adapter_id is not None:
-                raise TypeError(f"tokens: expected token ids with salt or adapter_id, got {tokens!r:.80}")
-            return self.own([tokens])[0]
         scope = Scope(*names, self.root(*names), self.origin)
         return BlockKeys.of_private(token_array("tokens", tokens), NO_KEYS, None, scope, self.core.states.groups)

@@ -30,7 +30,7 @@ from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamLike
 from kvpool.device.regions import Layers
-from kvpool.pool.core import KEEP_GIL_TOKENS, Core, refusal
+from kvpool.pool.core import KEEP_GIL_TOKENS, Core
 from kvpool.pool.exclusive import allowed_inside
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of
 from kvpool.pool.prompt_requests import NO_KEYS, Arrivals, PromptRequests, Retention, Rows
@@ -237,13 +237,12 @@ class Prompts:
 
     def _whole(self) -> State:
         """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
-        whole = [state for state in self.core.states if requests.has_all(state.groups, state.group)]
-        windowed = [state for state in self.core.states if requests.has_windows(state.groups, state.group)]
-        if not whole and not windowed:
+        with_tokens = [group for group in self.core.config.groups if group.kind == "attention"]
+        if not with_tokens:
             raise ValueError(
                 "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
             )
-        return (whole or windowed)[0]
+        return self.core.states[min(with_tokens, key=lambda group: group.window is not None).index]
 
     def _read(self, state: State, row: int) -> tuple[Int32s, Uint64s, Int64s | None, Scope]:
         """What is known of a live row. The state lock is held by the caller."""
@@ -353,7 +352,7 @@ class Prompts:
             needs = np.empty(len(core.states), np.int64)
             error = verbs.growth_needs(core.states.groups, ids, counts, needs)
             if error:
-                raise refusal(core.states.groups, error, ids, core.tokens.sequences)
+                raise core.refusal(error, ids)
         return int(needs[which])
 
     def _needed(self, prompt: object, new_tokens: object, group: object, encoder_tokens: object) -> int:

@@ -182,7 +182,7 @@ def _fill_new(group, request, tokens, keys, extra, width, i, out):
     partial = i == out.matched and out.source != NONE
     if partial and out.takes:
         b = out.source
-        forget(group, b, NONE)
+        forget(group, b)
         blocks[b].flags, blocks[b].uses = 0, 0
         out.source = NONE
     else:

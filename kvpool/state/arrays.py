@@ -63,8 +63,8 @@ _BLOCKS_PER_CHAIN, _BLOCKS_PER_CHAIN_OF_TWO, _BLOCKS_PER_NAME, _LEAST = 6.75, 9.
 
 
 class PolicyState:
-    """The records of one group, about its device blocks, or those of a HostCache. ``arrays`` are all of them,
-    ``address`` is that of the POLICY record. The state lock guards it."""
+    """The records of one group, about its device blocks, or those of a HostCache. ``address`` is that of the POLICY
+    record. The state lock guards it."""
 
     def __init__(self, policy: str, header_at: int, device_blocks: int, blocks: int, rows: int) -> None:
         both = 0 < device_blocks < blocks
@@ -177,6 +177,8 @@ class Settings(NamedTuple):
     event_capacity: int = 0
     policy: str = LRU
     gone_capacity: int = 0
+    notes_accesses: bool = False
+    """whether calls note the accesses of streams to blocks: not for a synchronous device"""
 
 
 def buckets(count: int) -> int:
@@ -184,21 +186,15 @@ def buckets(count: int) -> int:
     return min(3 * count, BUCKETS_MAX)
 
 
-def state_bytes(
-    groups: Sequence[GroupSizes],
-    width: int,
-    sequences: int,
-    columns: int,
-    events: int,
-    policy: str = LRU,
-    gone: int = 0,
-) -> int:
+def state_bytes(groups: Sequence[GroupSizes], settings: Settings) -> int:
     """The bytes of the states of these groups."""
+    width, columns = settings.width, settings.columns
     count = sum(group.device_blocks + group.host_blocks for group in groups)
-    rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
-    rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
-    block_bytes = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else POLICY_BYTES)
-    return count * block_bytes + rows + events * (EVENT.itemsize + 4 * width) + 16 * gone
+    row_bytes = len(groups) * (SEQUENCE.itemsize + 4 + 8 * columns)
+    row_bytes += 4 * sum(group.kind == RECURRENT for group in groups) * columns * width
+    block_bytes = BLOCK.itemsize + 28 + 4 * width + (0 if settings.policy == LRU else POLICY_BYTES)
+    event_bytes = settings.event_capacity * (EVENT.itemsize + 4 * width)
+    return count * block_bytes + settings.sequences * row_bytes + event_bytes + 16 * settings.gone_capacity
 
 
 def _zeros(*parts: tuple[int, Any]) -> list[Array]:
@@ -283,7 +279,12 @@ class State:
         self.copy_ops = np.zeros((2 * (sizes.device_blocks + settings.sequences) + sizes.host_blocks, 5), np.int64)
         # Each slot to which a token moves is in a block that one sequence has alone by then.
         self.token_moves = np.zeros((sizes.device_blocks * width if sizes.kind == ATTENTION else 0, 4), np.int64)
-        self.accesses = np.zeros((0, 3), np.int64)
+        # Room for two accesses for each column of a row. A commit notes that the column was written and that the window
+        # has passed it. A keep notes that it was written and will be. Other calls note less. The end of a reservation,
+        # which is one row, commits and releases. For each sequence a call also notes the stream that it follows (a
+        # reorder: also its parent's stream), and two accesses of its last block.
+        accesses = (2 * settings.sequences + 1) * settings.columns + 6 * settings.sequences
+        self.accesses = np.zeros((accesses if settings.notes_accesses else 0, 3), np.int64)
         self.counters = np.zeros(len(COUNTERS), np.int64)
         self.histograms = np.zeros((HISTOGRAMS, BINS + 1), np.int64)
         self._fill_header(sizes, settings, ring)
@@ -306,6 +307,7 @@ class State:
         header.buckets, header.child_buckets = len(self.index), len(self.children)
         header.sequences, header.columns, header.free_rows = settings.sequences, settings.columns, settings.sequences
         header.copy_ops_capacity, header.token_moves_capacity = len(self.copy_ops), len(self.token_moves)
+        header.accesses_capacity = len(self.accesses)
         header.offload_priority, header.offload_reuse = settings.offload_min_priority, settings.offload_min_reuse
         header.secret0, header.secret1 = block_secret(settings.secret)
         header.guards = records.ALL_GUARDS
@@ -342,18 +344,6 @@ class State:
         """Bytes of state that grow with the number of blocks, without the tokens."""
         nbytes = sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
         return nbytes + (self.policy_state.nbytes if self.policy_state is not None else 0)
-
-    def note_accesses(self) -> None:
-        """Have calls note the accesses of streams to blocks. A synchronous device needs none, and has no room for them.
-
-        The room is enough for two accesses for each column of a row. A commit notes that the column was written and
-        that the window has passed it. A keep notes that it was written and will be. Other calls note less. The end of a
-        reservation, which is one row, commits and releases. For each sequence a call also notes the stream that it
-        follows (a reorder: also its parent's stream), and two accesses of its last block.
-        """
-        sequences, columns = self.table.shape
-        self.accesses = np.zeros(((2 * sequences + 1) * columns + 6 * sequences, 3), np.int64)
-        self.header.accesses_at, self.header.accesses_capacity = self.accesses.ctypes.data, len(self.accesses)
 
 
 class States:
@@ -406,11 +396,6 @@ class States:
         for state, places, group_ids in self.split(ids):
             values[places] = state.blocks[field][group_ids]
         return values
-
-    def note_accesses(self) -> None:
-        """``State.note_accesses`` in each group."""
-        for state in self._states:
-            state.note_accesses()
 
     def enable_extra(self) -> None:
         """Allocate the extra ids, when the first prompt that has some comes. Rows that are not touched cost no

@@ -50,7 +50,7 @@ def _erase(group, b):
     """Remove the cached content of block ``b`` from the index on both tiers."""
     device = device_copy(group, b)
     if device == NONE:
-        forget(group, b, NONE)
+        forget(group, b)
         on_change(group, b)
     else:
         forget_both(group, device, blocks_of(group)[device].other_copy)
@@ -202,10 +202,17 @@ ANY_TIER = -1
 
 @jit
 def pin_block(group, b):
-    blocks = blocks_of(group)
-    if change_word(blocks, b, 0, 1) == 1 << 32:
+    if change_word(blocks_of(group), b, 0, 1) == 1 << 32:
         stop_clock(group, b)
         unlist(group, b)
+
+
+@jit(forceinline=True)
+def unpin_block(group, b, front):
+    """Drop one pin of a block. If nobody holds it then, it joins the list of its content, at the ``front`` or the
+    back."""
+    if change_word(blocks_of(group), b, 0, -1) == 0:
+        on_release(group, b, front)
 
 
 @jit
@@ -296,13 +303,12 @@ def pin_blocks(groups, ids):
 
 @jit(nogil=False)
 def unpin(groups, ids, now_ms):
-    """Drop one pin of each block. A block that nobody holds then joins the list of its content."""
+    """``unpin_block`` for each of these blocks, at the back."""
     for g in range(len(groups)):
         begin(group_at(groups, g), now_ms)
     for i in range(len(ids)):
         g, b = place_of(groups, ids[i])
-        if change_word(blocks_of(group_at(groups, g)), b, 0, -1) == 0:
-            on_release(group_at(groups, g), b, BACK)
+        unpin_block(group_at(groups, g), b, BACK)
 
 
 @jit(nogil=False)

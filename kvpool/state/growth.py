@@ -314,7 +314,7 @@ def _shorten(group, slot, length):
         row[i] = private_copy(group, b, keep)
         return
     if blocks[b].flags & PUBLISHED:
-        forget(group, b, NONE)
+        forget(group, b)
     blocks[b].flags &= ~KEYED
     blocks[b].filled, blocks[b].uses = keep, 0
 
@@ -488,7 +488,7 @@ def _gather(group, slot, base, accepted, gap, stream):
             emit_access(group, WROTE, stream, row[i])
             row[i] = private_copy(group, row[i], min(width, length - i * width))
         if blocks[row[i]].flags & PUBLISHED:  # by a fork that has committed it, and has gone
-            forget(group, row[i], NONE)
+            forget(group, row[i])
         blocks[row[i]].flags &= ~KEYED
         blocks[row[i]].ticket = group.ticket  # if that decision fails, these tokens are lost
         emit_access(group, WILL_WRITE, stream, row[i])

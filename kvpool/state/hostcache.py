@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import address_of, array_at, memcpy
-from kvpool.state.control import pin_block, unpin
+from kvpool.state.control import pin_block, unpin, unpin_block
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.policies.block_lists import BACK, FRONT
@@ -26,7 +26,6 @@ from kvpool.state.policies.policy import (
     on_change,
     on_hit,
     on_insert,
-    on_release,
     on_touch,
     on_touched,
     set_retention,
@@ -43,7 +42,6 @@ from kvpool.state.records import (
     SHORT_OF_BLOCKS,
     blocks_of,
     change_word,
-    constants,
     counters_of,
     group_at,
     no_extra,
@@ -65,7 +63,7 @@ from kvpool.state.tiers import (
 
 KEY_BYTES = 64
 KEY_WORDS = 1 + KEY_BYTES // 4
-ABSENT, HERE, WAITING = constants(0, 1, 2)
+ABSENT, HERE, WAITING = range(3)
 
 
 @jit(forceinline=True)
@@ -221,7 +219,7 @@ def reserve(groups, identity, data, sizes, words, matches, priority, ttl, now_ms
     for i in range(n - 1, -1, -1):
         if matches[i, 1] == 0 and matches[i, 2] != NONE:
             if blocks[matches[i, 2]].flags & PUBLISHED:
-                _unpin(group, matches[i, 2], BACK)
+                unpin_block(group, matches[i, 2], BACK)
             matches[i, 2] = NONE
     counters_of(group).missed_blocks += taken
     if n > 0:
@@ -229,18 +227,12 @@ def reserve(groups, identity, data, sizes, words, matches, priority, ttl, now_ms
     return count
 
 
-@jit(forceinline=True)
-def _unpin(group, b, front):
-    if change_word(blocks_of(group), b, 0, -1) == 0:
-        on_release(group, b, front)
-
-
 @jit
 def _drop(group, b):
     """Empty a pending block and return it to the list of empty blocks."""
     unlink_content(group, b, NONE)
     blocks_of(group)[b].flags = 0
-    _unpin(group, b, FRONT)
+    unpin_block(group, b, FRONT)
 
 
 @jit
@@ -256,9 +248,14 @@ def _locate_pending(group, identity, data, sizes, words, matches):
     return 0
 
 
-@jit
-def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
-    """End the wait of pending blocks. Returns how many were published, or dropped if it does not publish."""
+@jit(nogil=False)
+def end_pending(groups, identity, data, sizes, words, matches, publishes, now_ms):
+    """End the wait of pending blocks. With ``publishes``, make them HERE, and empty those that were forgotten
+    meanwhile; else empty all.
+
+    Returns how many were published, or else emptied. If a key is not pending, returns NOT_FOUND and changes nothing:
+    ``matches[0, 0]`` is the place of the first one.
+    """
     group = group_at(groups, 0)
     blocks = blocks_of(group)
     error = _locate_pending(group, identity, data, sizes, words, matches)
@@ -283,7 +280,7 @@ def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
     for n in range(len(words)):
         i = nth_released(n, len(words))
         if matches[i, 2] != NONE:
-            _unpin(group, matches[i, 2], BACK)
+            unpin_block(group, matches[i, 2], BACK)
     counters = counters_of(group)
     if not publishes:
         counters.lost_blocks += dropped
@@ -291,21 +288,6 @@ def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
     counters.offloaded_blocks += published
     counters.forgotten_host_blocks += dropped
     return published
-
-
-@jit(nogil=False)
-def publish(groups, identity, data, sizes, words, matches, now_ms):
-    """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
-    published blocks. If a key is not pending, returns NOT_FOUND and changes nothing: ``matches[0, 0]`` is the
-    place of the first one."""
-    return _end(groups, identity, data, sizes, words, matches, True, now_ms)
-
-
-@jit(nogil=False)
-def abort(groups, identity, data, sizes, words, matches, now_ms):
-    """Empty pending blocks and release them. Returns their number. If a key is not pending, returns NOT_FOUND and
-    changes nothing: ``matches[0, 0]`` is the place of the first one."""
-    return _end(groups, identity, data, sizes, words, matches, False, now_ms)
 
 
 # -- here ---------------------------------------------------------------------------------------------
@@ -372,7 +354,7 @@ def touch(groups, identity, data, sizes, words, matches, turn, now_ms):
         if b != NONE:
             _use(group, b)
             if group.policy_at:
-                _unpin(group, b, BACK)
+                unpin_block(group, b, BACK)
             else:
                 on_change(group, b)
     if touched > 0:
@@ -388,7 +370,7 @@ def _forget(group, b):
         coming = blocks[b].flags & LOST == 0
         blocks[b].flags |= LOST
         return coming
-    forget(group, b, NONE)
+    forget(group, b)
     on_change(group, b)
     return True
 

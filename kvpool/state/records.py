@@ -60,13 +60,7 @@ def _numbers(names: str) -> np.dtype[Any]:
     return np.dtype([(name, "i8") for name in names.split()])
 
 
-def constants(*values: int) -> tuple[Any, ...]:
-    """Constants that jitted functions pass on, as np.int64. Numba would compile a function anew for each literal
-    argument."""
-    return tuple(np.int64(value) for value in values)
-
-
-NONE, DEVICE, HOST = constants(-1, 0, 1)
+NONE, DEVICE, HOST = -1, 0, 1
 DEFAULT_PRIORITY = 35
 REFS = 0xFFFFFFFF
 TIE_BITS = 20
@@ -151,7 +145,7 @@ SEQUENCE = np.dtype(
 # A copy op has the columns of `Device.copy_blocks` and then its direction: device to host, host to device, or inside
 # the device. Those inside the device need not wait for the slow link.
 DIRECTION, DIRECTIONS = 4, 3
-OFFLOAD, ONBOARD, WITHIN = constants(*range(DIRECTIONS))
+OFFLOAD, ONBOARD, WITHIN = range(DIRECTIONS)
 
 # What a row is: a running sequence; a reservation, whose blocks a loader fills; or a sequence that is swapped out. They
 # are bits, since a check may accept several.
@@ -216,7 +210,7 @@ COUNTERS = tuple(
     ).split()
 )
 COUNTED = _numbers(" ".join(COUNTERS))
-LIFETIME, IDLE, HOST_LIFETIME, HOST_IDLE, REUSE_GAP = constants(*range(5))
+LIFETIME, IDLE, HOST_LIFETIME, HOST_IDLE, REUSE_GAP = range(5)
 HISTOGRAMS = 5
 BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms; after the bins comes the sum of all times
 

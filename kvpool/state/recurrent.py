@@ -195,7 +195,7 @@ def _own(group, b, stream):
             emit_access(group, WROTE, stream, b)
         b = private_copy(group, b, group.width)
     elif blocks[b].flags & PUBLISHED:  # by a fork that has committed it, and has gone
-        forget(group, b, NONE)
+        forget(group, b)
     blocks[b].flags &= ~KEYED
     emit_access(group, WILL_WRITE, stream, b)
     return b

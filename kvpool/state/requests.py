@@ -353,19 +353,6 @@ def fresh_of(groups, g, requests, matched, columns):
     return fresh_blocks(group_at(groups, g), request_at(requests, 0), matched, columns)
 
 
-@jit
-def has_all(groups, g):
-    """Whether the rows of a group have blocks for all of their tokens."""
-    return needs_all(group_at(groups, g))
-
-
-@jit
-def has_windows(groups, g):
-    """Whether the rows of a group have blocks for all tokens that a window has not passed."""
-    group = group_at(groups, g)
-    return finds(group) and not has_states(group) and not needs_all(group)
-
-
 # -- windows -------------------------------------------------------------------------------------------
 #
 # A token at position p sees the tokens [p - WINDOW + 1, p] and those of the first SINKS blocks. The window has passed

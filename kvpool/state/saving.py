@@ -125,20 +125,10 @@ def sweep(groups, cursor, uses, at, report):
 
 @jit(nogil=False)
 def victims(groups, cursor, margins, report):
-    """``all_victims`` that the cursor has not read."""
-    return _victims(groups, 1 << cursor, margins, report)
-
-
-@jit(nogil=False)
-def all_victims(groups, margins, report):
     """Report what the host evicts soon: of the victims of each group, ``margins`` int64[groups], less those that have
-    nothing to lose. The next victim comes first. Returns how many rows are filled."""
-    return _victims(groups, 0, margins, report)
-
-
-@jit
-def _victims(groups, bits, margins, report):
-    count = 0
+    nothing to lose, and those that the cursor has read. With NONE as the cursor, no cursor reads. The next victim comes
+    first. Returns how many rows are filled."""
+    count, bits = 0, 0 if cursor == NONE else 1 << cursor
     for g in range(len(groups)):
         group = group_at(groups, g)
         lists, first = lists_of(group), HOST * LISTS_PER_TIER

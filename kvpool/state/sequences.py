@@ -6,8 +6,6 @@ Committed blocks get into the index, and held blocks are given back.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import call, prefetch
 from kvpool.state.hashing import key_in
@@ -190,7 +188,7 @@ def give_columns(group, slot, first, last, front):
 # -- what is left in the cache ---------------------------------------------------------------------------
 
 
-STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
+STORE, DROP = True, False  # the content that a sequence leaves stays in the cache, or is dropped
 NEAR, AHEAD, FAR = 10, 20, 24  # how many blocks ahead what has a key is loaded, its place in the index, and the block
 
 

@@ -216,7 +216,9 @@ def _change_tier(group, ids, tier, now_ms):
 
 
 @jit
-def _swap(groups, ids, tier, now_ms):
+def swap(groups, ids, tier, now_ms):
+    """Move running sequences to the HOST, where they wait, or have sequences that were swapped out run again, on the
+    DEVICE. Returns blocks copied, or an error with nothing changed."""
     error = check_kinds(groups, ids, True, LIVE if tier == HOST else SWAPPED)
     if error:
         return error
@@ -227,18 +229,6 @@ def _swap(groups, ids, tier, now_ms):
     for g in range(len(groups)):
         copied += _change_tier(group_at(groups, g), ids, tier, now_ms)
     return copied
-
-
-@jit
-def swap_out(groups, ids, now_ms):
-    """Move running sequences to the host, where they wait. Returns blocks copied, or an error with nothing changed."""
-    return _swap(groups, ids, HOST, now_ms)
-
-
-@jit
-def resume(groups, ids, now_ms):
-    """Have sequences that were swapped out run again. Returns blocks copied, or an error with nothing changed."""
-    return _swap(groups, ids, DEVICE, now_ms)
 
 
 @jit

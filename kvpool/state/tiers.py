@@ -44,7 +44,6 @@ from kvpool.state.records import (
     accesses_of,
     add_reference,
     blocks_of,
-    constants,
     copy_ops_of,
     counters_of,
     drop_reference,
@@ -63,7 +62,7 @@ from kvpool.state.records import (
 # Kinds of rows (kind, stream, block). WILL_READ, WILL_WRITE: the stream will read or write the block from now on.
 # ACCESSED: its accesses so far are enqueued. WROTE: the same, and one of them wrote the block's content. FOLLOWS has a
 # second stream in place of the block: the first stream takes sequences over from it.
-WILL_READ, WILL_WRITE, ACCESSED, WROTE, FOLLOWS = constants(*range(5))
+WILL_READ, WILL_WRITE, ACCESSED, WROTE, FOLLOWS = range(5)
 
 
 @jit(forceinline=True)
@@ -148,7 +147,7 @@ def _take_accesses(group, accesses, n):
 # -- events ----------------------------------------------------------------------------------------------
 
 
-CREATED, STORED, REMOVED, UPDATED, CLEARED = constants(*range(5))
+CREATED, STORED, REMOVED, UPDATED, CLEARED = range(5)
 
 
 @jit
@@ -201,7 +200,7 @@ def _record(group, kind, b):
         memcpy(group.event_extra_at + 8 * i * group.width, group.extra_at + 8 * b * group.width, 8 * group.width)
 
 
-EVICTED, FORGOTTEN, EXPIRED, LOSS = constants(*range(4))
+EVICTED, FORGOTTEN, EXPIRED, LOSS = range(4)
 """Why content is gone, or (EXPIRED) will be soon."""
 
 
@@ -315,10 +314,10 @@ def unpublish(group, b, deadline):
 
 
 @jit(forceinline=True)
-def drop(group, b, deadline, why):
+def drop(group, b, why):
     """``unpublish``, and count the content as forgotten if no copy is left, which is remembered."""
     known = blocks_of(group)[b].flags & PUBLISHED
-    if not unpublish(group, b, deadline):
+    if not unpublish(group, b, NONE):
         counters = counters_of(group)
         if known:
             note_gone(group, b, why)
@@ -329,9 +328,9 @@ def drop(group, b, deadline, why):
 
 
 @jit(forceinline=True)
-def forget(group, b, deadline):
+def forget(group, b):
     """``drop`` of content that a caller, or other content, has made needless."""
-    drop(group, b, deadline, FORGOTTEN)
+    drop(group, b, FORGOTTEN)
 
 
 @jit
@@ -350,7 +349,7 @@ def take_host(group, priority):
         record(group, HOST_IDLE, blocks[b].used_at)
         if group.pending & ~blocks[b].saved:
             group.unsaved += 1
-        drop(group, b, NONE, EVICTED)
+        drop(group, b, EVICTED)
     blocks[b].flags = 0
     return b
 
@@ -387,7 +386,7 @@ def _evict(group, b, deadline):
         wanted = should_offload(group, b)
         counters_of(group).evicted_by_rule_blocks += 0 if wanted else 1
         if not wanted or not _offload(group, b, deadline):
-            drop(group, b, NONE, EVICTED)
+            drop(group, b, EVICTED)
 
 
 @jit
@@ -439,16 +438,16 @@ def _supersede(group, b):
         tail = rival_child(group, b, False)
         if tail == NONE:
             return
-        forget(group, tail, NONE)
+        forget(group, tail)
         on_change(group, tail)
 
 
 @jit
 def forget_both(group, b, other):
     """Forget the content of a block and of its other copy, if there is one."""
-    forget(group, b, NONE)
+    forget(group, b)
     if other != NONE:
-        forget(group, other, NONE)
+        forget(group, other)
         on_change(group, other)
 
 

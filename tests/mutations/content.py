@@ -242,7 +242,7 @@ MUTATIONS = (
     Mutation(
         "a_rewound_block_stays_findable",
         "_shorten",
-        "if blocks[b].flags & PUBLISHED:\n    forget(group, b, NONE)",
+        "if blocks[b].flags & PUBLISHED:\n    forget(group, b)",
         "",
         "A block is written anew while others find it under its old key.",
         ("tests/state/test_scenarios_reuse.py::test_a_writer_gives_up_the_key_of_a_rewound_block",),

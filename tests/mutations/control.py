@@ -23,7 +23,7 @@ MUTATIONS = (
         "forgetting_leaves_the_host_copy",
         "_erase",
         "forget_both(group, device, blocks_of(group)[device].other_copy)",
-        "forget(group, device, NONE)",
+        "forget(group, device)",
         "Content that was to be forgotten comes back from the host.",
         (f"{_CONTROL}test_forgetting_is_reported",),
     ),

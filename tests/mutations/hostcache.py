@@ -47,7 +47,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_forgotten_write_is_published",
-        "hostcache._end",
+        "hostcache.end_pending",
         "publishes and not block.flags & LOST",
         "publishes",
         "What was cleared, since the weights are other ones now, is found again.",
@@ -66,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "the_block_of_an_expired_reservation_is_given_to_another_writer",
         "HostCache._expire",
-        "hostcache.forget_keys",
-        "hostcache.abort",
+        "self._change(hostcache.forget_keys, packed(keys, known=True), now_ms, finish=note)",
+        "self._change(hostcache.end_pending, packed(keys, known=True), False, now_ms, finish=note)",
         "A copy that hung for a minute overwrites the KV of another prompt.",
         ("tests/hostcache/test_deadlines.py::test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends",),
     ),

@@ -240,7 +240,7 @@ MUTATIONS = (
     ),
     Mutation(
         "clean_copies_count_as_what_is_lost_next",
-        "saving._victims",
+        "saving.victims",
         "margins[g] - lists[first + EMPTY, 2] - lists[first + CLEAN, 2]",
         "margins[g] - lists[first + EMPTY, 2]",
         "Content is written that the host still keeps long.",

@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "a_source_that_is_taken_stays_findable",
         "_fill_new",
-        "b = out.source\nforget(group, b, NONE)",
+        "b = out.source\nforget(group, b)",
         "b = out.source",
         "A block is written anew while others find it under its old key.",
         ("tests/state/test_scenarios_reuse.py::test_short_of_blocks_a_request_takes_the_source_itself",),

@@ -55,9 +55,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an_unpin_frees_what_is_still_held",
-        "unpin",
-        "change_word(blocks_of(group_at(groups, g)), b, 0, -1) == 0",
-        "change_word(blocks_of(group_at(groups, g)), b, 0, -1) >= 0",
+        "unpin_block",
+        "change_word(blocks_of(group), b, 0, -1) == 0",
+        "change_word(blocks_of(group), b, 0, -1) >= 0",
         "A block of a running sequence is a victim once a reader lets go of it.",
         ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
     ),

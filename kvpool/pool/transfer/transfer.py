@@ -109,8 +109,6 @@ class Transfer:
         whole = np.where(states.groups[:, H.kind] == records.RECURRENT, 0, states.groups[:, H.width])
         self._levels = Levels(states.pool_ids.each(whole))
         self.order = None if device.synchronous else Order(device, states.blocks)
-        if self.order is not None:
-            states.note_accesses()
         self.moved = Traffic(states.groups, token_bytes)
         self.broken: DeviceError | None = None
         # The batch that is being enqueued, its copy ops in pieces that are enqueued one after the other, how many of

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.state.records import DEVICE, EMPTY, HOST, LISTS_PER_TIER, LOWEST, NONE
 
-FRONT, BACK = np.bool_(True), np.bool_(False)  # of a list
+FRONT, BACK = True, False  # of a list
 
 
 @jit(forceinline=True)

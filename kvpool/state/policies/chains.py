@@ -455,7 +455,7 @@ def end_turn(group, policy, c):
     chain.size = min(max(np.int64(lists_of(group)[policy.list, 2]) - policy.listed, 0), BLOCKS_MAX)
     chain.released, chain.returns = np.uint32(group.now & 0xFFFFFFFF), group.returns
     if group.returns == ENDS:
-        _count_hints(policy, group.returns, np.bool_(True), np.bool_(False))
+        _count_hints(policy, group.returns, True, False)
     chain.turns -= 1
     if chain.place >= policy.cached and first != NONE:
         move(policy, c, policy.cached)
