@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.strided import StridedArray
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import Code, memcpy, prefetch_at, primitive
 from kvpool.device import copy_plan
 from kvpool.device.base import (
@@ -38,7 +38,7 @@ _CHUNK = 16 * LINE
 AHEAD = 4096
 
 
-@jit(forceinline=True)
+@inline
 def plan_of(v):  # type: ignore[no-untyped-def]
     """The plan that has this vector."""
     device = Tier(v[0], v[1], v[2], v[3], v[4])

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.common.arrays.strided import in_numpy
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import array_at
 
 if TYPE_CHECKING:
@@ -110,13 +110,13 @@ class StagedRows(NamedTuple):
             )
 
 
-@jit(forceinline=True)
+@inline
 def ids_bytes(rows: int, width: int) -> int:
     """Bytes of the ids in the buffer. The rows and the planes follow them."""
     return (4 * rows * width + 7) // 8 * 8
 
 
-@jit(forceinline=True)
+@inline
 def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any, Any, Any]:
     """Ids, rows and planes in the buffer at ``address``."""
     behind_ids = address + ids_bytes(rows, width)
@@ -393,13 +393,13 @@ class StagedStep(NamedTuple):
             raise ValueError(f"staged: a step of {ends} tokens, columns and blocks is none for {limits}")
 
 
-@jit(forceinline=True)
+@inline
 def numbers_bytes(sequences: int) -> int:
     """Bytes of the numbers in the buffer. The block ids follow them."""
     return 32 * (sequences + 1)
 
 
-@jit(forceinline=True)
+@inline
 def _run(source: int, target: int, count: int) -> None:
     """Copy int32."""
     numbers, wanted = array_at(source, (count,), np.int32), array_at(target, (count,), np.int32)
@@ -407,7 +407,7 @@ def _run(source: int, target: int, count: int) -> None:
         wanted[i] = numbers[i]
 
 
-@jit(forceinline=True)
+@inline
 def _write_slots(at: int, row: int, first: int, length: int, width: int) -> None:
     """Write the slots of the tokens [first, length) to ``at``. The entry of column c of their sequence is at
     ``row + 4 * c``."""
@@ -423,7 +423,7 @@ def _write_slots(at: int, row: int, first: int, length: int, width: int) -> None
         token = end
 
 
-@jit(forceinline=True)
+@inline
 def _write_row(at: int, columns: int, begin: int, row: int, filled: int, sinks: int, holes: int) -> None:
     """Write a row of the dense table: ``filled`` columns, then -1. After the ``sinks``, ``holes`` columns have no
     block.

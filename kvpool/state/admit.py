@@ -6,7 +6,7 @@ Nothing there can fail.
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import address_of, call, memcpy
 from kvpool.state.index import device_copy, look, partial_match
 from kvpool.state.policies.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock
@@ -76,7 +76,7 @@ from kvpool.state.tiers import (
 # -- phase 2: nothing here can fail ----------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def write_tokens(group, b, at, tokens, extra, start, count):
     """Note the ids of ``count`` tokens of block ``b``, from its position ``at`` on. The engine writes the bytes."""
     blocks = blocks_of(group)
@@ -123,7 +123,7 @@ def fill_encoded(group, request, slot, out):
     sequence.committed = sequence.cached = sequence.reused = sequence.first = 0
 
 
-@jit(forceinline=True)
+@inline
 def _reuse(group, request, b, i):
     """Note a hit on block ``b`` at column ``i`` of the prompt: one use, unless it is for a loader, and the priority and
     ttl of a retention range of the request."""
@@ -174,7 +174,7 @@ def _onboard_for_all(group, out, n, r, i):
         other += 1
 
 
-@jit(forceinline=True)
+@inline
 def _fill_new(group, request, tokens, keys, extra, width, i, out):
     """Give column ``i``, which is not a full hit, a block: a fresh one, a copy of the partial source, or the source
     itself."""
@@ -254,7 +254,7 @@ def _fill_prompt(group, request, slot, batch, n, r):
     sequence.first = kept_from(group, out.matched * group.width) if group.window else 0
 
 
-@jit(forceinline=True)
+@inline
 def begin_row(group, sequence, request):
     """Set the fields of a new sequence that depend on its request alone."""
     sequence.live, sequence.failed, sequence.duplicates = RESERVED if request.reserves else LIVE, 0, NONE

@@ -7,7 +7,7 @@ later, or has computed a second time, would bring the content back.
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.state.admit import write_tokens
 from kvpool.state.index import begun_tail, device_copy, find_key, host_copy
 from kvpool.state.policies.block_lists import BACK
@@ -207,7 +207,7 @@ def pin_block(group, b):
         unlist(group, b)
 
 
-@jit(forceinline=True)
+@inline
 def unpin_block(group, b, front):
     """Drop one pin of a block. If nobody holds it then, it joins the list of its content, at the ``front`` or the
     back."""

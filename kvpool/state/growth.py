@@ -6,7 +6,7 @@ do beams, whose parents are reordered.
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import array_at, prefetch
 from kvpool.state.admit import write_tokens
 from kvpool.state.policies.block_lists import FRONT
@@ -129,7 +129,7 @@ def make_writable(group, slot, stream):
 # -- forks and beams -----------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def _become(sequences, row, others, other):
     """Copy all fields of a running sequence, except the generation of its row."""
     generation = sequences[row].generation
@@ -365,7 +365,7 @@ def rewinding(drop_tokens):
     return rewind
 
 
-@jit(forceinline=True)
+@inline
 def note_dropped(sequence, count):
     """Note that a sequence has become ``count`` tokens shorter."""
     sequence.prompt = min(sequence.prompt, sequence.length)

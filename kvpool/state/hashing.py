@@ -13,14 +13,14 @@ import hashlib
 
 import numpy as np
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline
 from kvpool.state.records import PARENT_IN_KEY
 
 U = np.uint64
 V0, V1, V2, V3 = U(0x736F6D6570736575), U(0x646F72616E646F6D), U(0x6C7967656E657261), U(0x7465646279746573)
 
 
-@jit(forceinline=True)
+@inline
 def _round(v0, v1, v2, v3):
     v0 += v1
     v2 += v3
@@ -35,7 +35,7 @@ def _round(v0, v1, v2, v3):
     return v0, v1, v2, v3
 
 
-@jit(forceinline=True)
+@inline
 def _absorb(v0, v1, v2, v3, word):
     v3 ^= word
     v0, v1, v2, v3 = _round(v0, v1, v2, v3)
@@ -43,19 +43,19 @@ def _absorb(v0, v1, v2, v3, word):
     return v0 ^ word, v1, v2, v3
 
 
-@jit(forceinline=True)
+@inline
 def _four_rounds(v0, v1, v2, v3):
     for _ in range(4):
         v0, v1, v2, v3 = _round(v0, v1, v2, v3)
     return v0, v1, v2, v3
 
 
-@jit(forceinline=True)
+@inline
 def _begin(secret0, secret1):
     return V0 ^ U(secret0), V1 ^ U(secret1) ^ U(0xEE), V2 ^ U(secret0), V3 ^ U(secret1)
 
 
-@jit(forceinline=True)
+@inline
 def _end(v0, v1, v2, v3, tail, parent0, parent1, guards):
     """The key of a block whose tokens have been absorbed."""
     if guards & PARENT_IN_KEY:
@@ -68,7 +68,7 @@ def _end(v0, v1, v2, v3, tail, parent0, parent1, guards):
     return np.int64(low), np.int64(v0 ^ v1 ^ v2 ^ v3)
 
 
-@jit(forceinline=True)
+@inline
 def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     """The key of one full block.
 
@@ -96,13 +96,13 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
 LANES = 16
 
 
-@jit(forceinline=True)
+@inline
 def _absorb_lanes(v, row):
     for j in range(LANES):
         v[0, j], v[1, j], v[2, j], v[3, j] = _absorb(v[0, j], v[1, j], v[2, j], v[3, j], v[row, j])
 
 
-@jit(forceinline=True)
+@inline
 def keys_in_lanes(group, words, parent0, parent1, out, v):
     """Write the keys of LANES blocks to ``out`` int64[LANES, 2], given that of the block before. They have no extra
     ids.
@@ -127,7 +127,7 @@ def keys_in_lanes(group, words, parent0, parent1, out, v):
     return parent0, parent1
 
 
-@jit(forceinline=True)
+@inline
 def key_in(group, tokens, extra, parent0, parent1):
     """``block_key`` under the secret of a pool, of which ``group`` is a header."""
     return block_key(tokens, extra, group.secret0, group.secret1, parent0, parent1, group.guards)

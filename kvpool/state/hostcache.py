@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.control import pin_block, unpin, unpin_block
 from kvpool.state.hashing import key_in
@@ -66,13 +66,13 @@ KEY_WORDS = 1 + KEY_BYTES // 4
 ABSENT, HERE, WAITING = range(3)
 
 
-@jit(forceinline=True)
+@inline
 def _flat(words):
     """All rows of words as one flat array."""
     return array_at(address_of(words), (len(words) * KEY_WORDS,), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def _size(sizes, i):
     return sizes[0] if len(sizes) == 1 else sizes[i]
 
@@ -90,7 +90,7 @@ def _write_words(data, sizes, words):
         source += size
 
 
-@jit(forceinline=True)
+@inline
 def _find(group, identity, words, matches, i):
     """The block of key ``i``, or NONE. Its hash is in ``matches``; the namespace and the words are compared as well."""
     return find(group, matches[i, 0], matches[i, 1], identity[0], _flat(words), no_extra(group), i * KEY_WORDS)
@@ -108,7 +108,7 @@ def locate(group, identity, data, sizes, words, matches):
         matches[i, 2] = _find(group, identity, words, matches, i)
 
 
-@jit(forceinline=True)
+@inline
 def _answer(group, b):
     """The answer of a lookup for a block. A block that will not be published is ABSENT."""
     if b == NONE:
@@ -293,7 +293,7 @@ def end_pending(groups, identity, data, sizes, words, matches, publishes, now_ms
 # -- here ---------------------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def _use(group, b):
     """Record the use of a block that is HERE."""
     record(group, REUSE_GAP, blocks_of(group)[b].used_at)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import address_of, array_at, prefetch
 from kvpool.state.records import (
     EXTRA,
@@ -45,25 +45,25 @@ from kvpool.state.requests import (
 CANDIDATES = 16  # the most children that a lookup compares, most recent first
 
 
-@jit(forceinline=True)
+@inline
 def bucket(key, count):
     """Multiply-shift range reduction of the upper half of a uniform 64-bit key (Lemire, 2019)."""
     return (np.int64(np.uint64(key) >> np.uint64(32)) * count) >> 32
 
 
-@jit(forceinline=True)
+@inline
 def expect(group, key0):
     """Begin to load what a lookup or change of this key will read first."""
     prefetch(index_of(group), bucket(key0, group.buckets))
 
 
-@jit(forceinline=True)
+@inline
 def expect_found(group, key0):
     """Begin to load what stands where a key is looked for. ``expect`` was called some time ago."""
     prefetch(blocks_of(group), index_of(group)[bucket(key0, group.buckets)])
 
 
-@jit(forceinline=True)
+@inline
 def find_key(group, key0, key1):
     """The representative of a key, or NONE."""
     blocks = blocks_of(group)
@@ -73,7 +73,7 @@ def find_key(group, key0, key1):
     return b
 
 
-@jit(forceinline=True)
+@inline
 def enter_key(group, b):
     """Make ``b`` the representative of its key. There must be none. It comes last in its bucket, since older content
     is removed first, and is found first then."""
@@ -88,7 +88,7 @@ def enter_key(group, b):
     blocks[last].chain = b
 
 
-@jit(forceinline=True)
+@inline
 def remove_key(group, b, successor):
     """Remove the representative ``b``, or replace it by its other copy ``successor``."""
     blocks, groups = blocks_of(group), index_of(group)
@@ -106,7 +106,7 @@ def remove_key(group, b, successor):
     blocks[b].chain = NONE
 
 
-@jit(forceinline=True)
+@inline
 def child_bucket(parent, first_token, count):
     return bucket(np.uint64(parent) + np.uint64(np.uint32(first_token)) * np.uint64(0x9E3779B97F4A7C15), count)
 
@@ -132,7 +132,7 @@ def same_tokens(group, b, tokens, extra, start, count):
     return n
 
 
-@jit(forceinline=True)
+@inline
 def has_content(group, b, namespace, tokens, extra, start):
     """Whether a full block has this namespace, these tokens and these extra ids. A hash alone is never a hit."""
     if (group.guards & NAMESPACE_AT_HIT) and blocks_of(group)[b].namespace != namespace:
@@ -150,7 +150,7 @@ def has_content(group, b, namespace, tokens, extra, start):
     return True
 
 
-@jit(forceinline=True)
+@inline
 def find(group, key0, key1, namespace, tokens, extra, start):
     """The representative of a key, if it has this namespace, these tokens and these extra ids; else NONE."""
     b = find_key(group, key0, key1)
@@ -159,17 +159,17 @@ def find(group, key0, key1, namespace, tokens, extra, start):
     return b
 
 
-@jit(forceinline=True)
+@inline
 def device_copy(group, b):
     return b if b < group.device_blocks else blocks_of(group)[b].other_copy
 
 
-@jit(forceinline=True)
+@inline
 def host_copy(group, b):
     return b if b >= group.device_blocks else blocks_of(group)[b].other_copy
 
 
-@jit(forceinline=True)
+@inline
 def expect_child(group, b):
     """Begin to load what entering or removing ``b`` among the children of its parent will read first."""
     if group.child_buckets:
@@ -178,7 +178,7 @@ def expect_child(group, b):
         )
 
 
-@jit(forceinline=True)
+@inline
 def _add_child(group, b):
     blocks, groups = blocks_of(group), children_of(group)
     at = child_bucket(blocks[b].parent0, tokens_of(group)[b, 0], group.child_buckets)
@@ -206,7 +206,7 @@ def _remove_child(group, b, successor):
     blocks[b].child_prev = blocks[b].child_next = NONE
 
 
-@jit(forceinline=True)
+@inline
 def link(group, b):
     """Put a block into the index (unless it is an unfull tail) and among the children of its parent."""
     blocks = blocks_of(group)
@@ -217,7 +217,7 @@ def link(group, b):
     blocks[b].flags |= LINKED
 
 
-@jit(forceinline=True)
+@inline
 def unlink_content(group, b, successor):
     """Remove the representative ``b``, or replace it by its other copy ``successor``."""
     blocks = blocks_of(group)
@@ -326,7 +326,7 @@ def _reach(has_block):
     return reach
 
 
-@jit(forceinline=True)
+@inline
 def is_needed(group, i, count):
     """Whether a group needs block ``i`` to reuse the first ``count`` full blocks. A recurrent group needs the last
     state."""
@@ -335,7 +335,7 @@ def is_needed(group, i, count):
     return i < count and (group.window == 0 or i < group.sinks or i >= kept_from(group, count * group.width))
 
 
-@jit(forceinline=True)
+@inline
 def _cached(group, i, tokens, keys, extra, namespace, ids):
     ids[i] = find(group, keys[i, 0], keys[i, 1], namespace, tokens, extra, i * group.width)
     return ids[i] != NONE
@@ -473,7 +473,7 @@ def match(groups, requests, ids, out):
 # -- what could be brought -----------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def _has(group, i, have):
     return have[i]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import address_of, array_at, compare_exchange, load, record_at, store
 
 # -- guards ------------------------------------------------------------------------------------------------
@@ -233,147 +233,147 @@ EMPTY, CLEAN = 101, 102
 LOWEST = 2 * LISTS_PER_TIER
 
 
-@jit(forceinline=True)
+@inline
 def group_at(groups, g):
     """The header of group ``g``: a reference to row ``g`` of the matrix that verbs get."""
     return record_at(address_of(groups) + g * GROUP_BYTES, GROUP)
 
 
-@jit(forceinline=True)
+@inline
 def request_at(requests, r):
     return record_at(address_of(requests) + r * REQUEST_BYTES, REQUEST)
 
 
-@jit(forceinline=True)
+@inline
 def outcome_at(out, r):
     """The record of request ``r`` in one group. ``out`` is int64[n, OUTCOME]."""
     return record_at(address_of(out) + r * OUTCOME_BYTES, OUTCOME)
 
 
-@jit(forceinline=True)
+@inline
 def blocks_of(group):
     return array_at(group.blocks_at, (group.blocks,), BLOCK)
 
 
-@jit(forceinline=True)
+@inline
 def tokens_of(group):
     return array_at(group.tokens_at, (group.blocks, group.width), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def extra_of(group):
     """Extra ids, int64[blocks, T]. No row may be touched unless ``has_extra``."""
     return array_at(group.extra_at, (group.blocks, group.width), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def no_extra(group):
     """Extra ids of tokens that have none: int64[0]."""
     return extra_of(group)[0][:0]
 
 
-@jit(forceinline=True)
+@inline
 def extra_in(group, b):
     """The extra ids of block ``b``, int64[T], or int64[0] if no token has one."""
     return extra_of(group)[b] if blocks_of(group)[b].flags & EXTRA else no_extra(group)
 
 
-@jit(forceinline=True)
+@inline
 def lists_of(group):
     return array_at(group.lists_at, (LOWEST + 2, 3), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def index_of(group):
     return array_at(group.index_at, (group.buckets,), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def children_of(group):
     return array_at(group.children_at, (group.child_buckets,), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def heap_of(group):
     return array_at(group.heap_at, (group.blocks + 1,), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def sequences_of(group):
     return array_at(group.sequences_at, (group.sequences,), SEQUENCE)
 
 
-@jit(forceinline=True)
+@inline
 def rows_of(group):
     return array_at(group.rows_at, (group.sequences,), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def table_of(group):
     return array_at(group.table_at, (group.sequences, group.columns), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def swapped_of(group):
     """The host blocks of sequences that are swapped out, in rows like those of the table. Rows of other sequences mean
     nothing."""
     return array_at(group.swapped_at, (group.sequences, group.columns), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def row_tokens_of(group):
     """The tokens of sequences in a recurrent group, from the first full column that is not committed."""
     return array_at(group.row_tokens_at, (group.sequences, group.columns * group.width), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def row_extra_of(group):
     """The extra ids of ``row_tokens_of``. No row may be touched unless ``has_extra``."""
     return array_at(group.row_extra_at, (group.sequences, group.columns * group.width), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def copy_ops_of(group):
     return array_at(group.copy_ops_at, (group.copy_ops_capacity, 5), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def token_moves_of(group):
     """Rows (stream, row of the sequence, source slot, target slot). Those of a sequence follow each other."""
     return array_at(group.token_moves_at, (group.token_moves_capacity, 4), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def accesses_of(group):
     return array_at(group.accesses_at, (group.accesses_capacity, 3), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def events_of(group):
     return array_at(group.events_at, (group.event_capacity,), EVENT)
 
 
-@jit(forceinline=True)
+@inline
 def gone_of(group):
     return array_at(group.gone_at, (group.gone_capacity, 2), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def ring_of(group):
     return record_at(group.ring_at, RING)
 
 
-@jit(forceinline=True)
+@inline
 def counters_of(group):
     return record_at(group.counters_at, COUNTED)
 
 
-@jit(forceinline=True)
+@inline
 def histograms_of(group):
     return array_at(group.histograms_at, (HISTOGRAMS, BINS + 1), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def change_word(blocks, b, refs, pins):
     """Add to both halves of a block's reference word at once. Returns the new word. If a half would fall below zero,
     returns -1 and changes nothing."""
@@ -388,7 +388,7 @@ def change_word(blocks, b, refs, pins):
             return new
 
 
-@jit(forceinline=True)
+@inline
 def add_reference(blocks, b):
     """Add a reference to a block, under the state lock. Returns the new word.
 
@@ -402,7 +402,7 @@ def add_reference(blocks, b):
     return change_word(blocks, b, 1, 0)
 
 
-@jit(forceinline=True)
+@inline
 def drop_reference(blocks, b):
     """Drop a reference of the caller, under the state lock. Returns the new word. The last hold needs no exchange
     either."""
@@ -413,7 +413,7 @@ def drop_reference(blocks, b):
     return change_word(blocks, b, -1, 0)
 
 
-@jit(forceinline=True)
+@inline
 def pool_id(group, b):
     """The pool id of a block of a group."""
     return b + (group.device_first if b < group.device_blocks else group.host_first)

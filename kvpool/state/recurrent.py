@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.state.growth import gap_of, make_writable, note_dropped, private_copy, restore_marked, rewinding, unfull
 from kvpool.state.policies.block_lists import FRONT
 from kvpool.state.policies.policy import free_blocks
@@ -39,13 +39,13 @@ from kvpool.state.tiers import WILL_WRITE, WROTE, emit_access, forget, take_for
 # -- growth ------------------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def _moves_on(group, b):
     """Whether only its sequence holds the running state in block ``b``, and nobody can find it."""
     return blocks_of(group)[b].ref_word == 1 and not blocks_of(group)[b].flags & PUBLISHED
 
 
-@jit(forceinline=True)
+@inline
 def _is_copied(group, sequence, b):
     """Whether the running state in block ``b`` is copied before the next token. A state is written as a whole, so no
     reader may hold it then."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.hashing import LANES, key_in, keys_in_lanes
 from kvpool.state.records import (
@@ -37,17 +37,17 @@ from kvpool.state.records import (
 )
 
 
-@jit(forceinline=True)
+@inline
 def request_tokens(request):
     return array_at(request.tokens_at, (request.length,), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def request_keys(group, request):
     return array_at(request.keys_at, (request.length // group.width, 2), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def request_extra(request):
     return array_at(request.extra_at, (request.length if request.extra_at else 0,), np.int64)
 
@@ -59,7 +59,7 @@ def reusable(request):
     return request.length - (0 if request.reserves else 1)
 
 
-@jit(forceinline=True)
+@inline
 def slot_for(group, r):
     """The row that request ``r`` of a batch gets: one of the free rows."""
     return rows_of(group)[group.free_rows - 1 - r]
@@ -89,7 +89,7 @@ def describe_and_hash(groups, first, requests, tokens, keys, extra, namespace, r
     return hash_request(groups, requests, first)
 
 
-@jit(forceinline=True)
+@inline
 def blocks_for(group, tokens):
     return (tokens + group.width - 1) // group.width
 
@@ -132,7 +132,7 @@ def hash_request(groups, requests, first):
     return max(len(keys) - first, 0)
 
 
-@jit(forceinline=True)
+@inline
 def retention_at(request, position):
     """(given, priority, ttl) of the retention range that contains a token position."""
     ranges = array_at(request.ranges_at, (request.range_count, 4), np.int64)
@@ -273,37 +273,37 @@ def read_row(groups, g, slot, tokens, extra, keys):
 # -- kinds of groups ------------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def finds(group):
     """Whether prompts find content in this group. Then its rows have the tokens of their sequences."""
     return group.kind != CROSS
 
 
-@jit(forceinline=True)
+@inline
 def has_states(group):
     """Whether its blocks are states, which are written as a whole."""
     return group.kind == RECURRENT
 
 
-@jit(forceinline=True)
+@inline
 def needs_all(group):
     """Whether all blocks of a prefix are needed to reuse it."""
     return group.kind == ATTENTION and group.window == 0
 
 
-@jit(forceinline=True)
+@inline
 def finds_parts(group):
     """Whether prompts can reuse the first tokens of a block."""
     return group.kind == ATTENTION and group.child_buckets != 0
 
 
-@jit(forceinline=True)
+@inline
 def columns_for(group, request):
     """How many columns of a row a prompt takes in this group."""
     return blocks_for(group, request.length if finds(group) else request.encoder)
 
 
-@jit(forceinline=True)
+@inline
 def has_block(group, request, i, columns):
     """Whether column ``i`` of the first ``columns``, which begin with a prompt, has a block if it is not reused.
 
@@ -314,20 +314,20 @@ def has_block(group, request, i, columns):
     return i == columns - 1 or keeps_state(group, i, kept_column(group, request))
 
 
-@jit(forceinline=True)
+@inline
 def kept_column(group, request):
     """The last column of a prompt whose state the same prompt could reuse."""
     return reusable(request) // group.width - 1
 
 
-@jit(forceinline=True)
+@inline
 def keeps_state(group, i, kept):
     """Whether the state after column ``i`` of a sequence is kept for others to find. ``kept`` is that column of its
     prompt."""
     return i == kept or (group.snapshot != 0 and (i + 1) % group.snapshot == 0)
 
 
-@jit(forceinline=True)
+@inline
 def state_at(group, slot, count):
     """The column of the state after ``count`` tokens of a sequence. NONE for 0 tokens."""
     i = (count - 1) // group.width
@@ -359,7 +359,7 @@ def fresh_of(groups, g, requests, matched, columns):
 # the blocks [SINKS, first) of a sequence: its row has NONE there. Without a window, WINDOW and ``first`` are 0.
 
 
-@jit(forceinline=True)
+@inline
 def kept_from(group, count):
     """The first block after the sinks that is needed once ``count`` tokens are computed.
 
@@ -369,13 +369,13 @@ def kept_from(group, count):
     return max(group.sinks, min((count - group.window + 1) // group.width, count // group.width - 1))
 
 
-@jit(forceinline=True)
+@inline
 def holes(group, slot):
     """How many blocks a sequence has given back because its window has passed them."""
     return max(sequences_of(group)[slot].first - group.sinks, 0)
 
 
-@jit(forceinline=True)
+@inline
 def least(group, slot):
     """How many tokens a sequence must keep, so that everything its next token sees is still there."""
     if holes(group, slot) == 0:

@@ -6,7 +6,7 @@ Committed blocks get into the index, and held blocks are given back.
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import call, prefetch
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, expect_found, find_key, has_content, rival_child
@@ -49,7 +49,7 @@ from kvpool.state.requests import blocks_for, has_states, keeps_state, kept_from
 from kvpool.state.tiers import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access, enter, forget_both
 
 
-@jit(forceinline=True)
+@inline
 def slot_of(sequence_id):
     """The row of a sequence whose id was checked."""
     return sequence_id & 0xFFFFFFFF
@@ -201,7 +201,7 @@ def _parent(group, slot, i):
     return before.key0, before.key1
 
 
-@jit(forceinline=True)
+@inline
 def _publish(group, b):
     """Make a full block with a key the device copy of its content. Returns False if the content has a device copy
     already."""
@@ -364,7 +364,7 @@ def _store_tail(group, slot, i, b):
         enter(group, b, TAIL)
 
 
-@jit(forceinline=True)
+@inline
 def forget_everywhere(group, b):
     """Forget the content of a block that no sequence holds any more, and of its other copy, unless somebody holds
     that."""
@@ -375,7 +375,7 @@ def forget_everywhere(group, b):
         forget_both(group, b, other)
 
 
-@jit(forceinline=True)
+@inline
 def stored_tail(group, slot, store):
     """The column of the unfull block whose committed part a sequence leaves in the cache for partial matches. NONE if
     there is none."""
@@ -391,7 +391,7 @@ def stored_tail(group, slot, store):
     return sequence.committed // group.width
 
 
-@jit(forceinline=True)
+@inline
 def give_back(group, slot, i, b, stream, store, tail):
     """Drop the hold of a sequence on ``b``, its block ``i``. The earlier blocks are still in its row. ``tail`` is a
     result of ``stored_tail``."""

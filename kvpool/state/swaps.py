@@ -10,7 +10,7 @@ short, this is undone to the byte. Then the rest is copied, and the old blocks o
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.state.index import find_key
 from kvpool.state.policies.policy import free_blocks, nth_released, stop_clock
 from kvpool.state.records import (
@@ -62,13 +62,13 @@ from kvpool.state.tiers import (
 # -- one sequence, on its way to ``tier`` ----------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def _source_blocks(group, slot, tier):
     """The blocks that a sequence leaves, int32[columns]."""
     return (table_of(group) if tier == HOST else swapped_of(group))[slot]
 
 
-@jit(forceinline=True)
+@inline
 def _target_blocks(group, slot, tier):
     """The blocks of a sequence on ``tier``."""
     return (swapped_of(group) if tier == HOST else table_of(group))[slot]

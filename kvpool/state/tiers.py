@@ -8,7 +8,7 @@ cleared.
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import bit_length, memcpy
 from kvpool.state.index import link, rival_child, unlink_content
 from kvpool.state.policies.block_lists import BACK
@@ -65,7 +65,7 @@ from kvpool.state.records import (
 WILL_READ, WILL_WRITE, ACCESSED, WROTE, FOLLOWS = range(5)
 
 
-@jit(forceinline=True)
+@inline
 def emit_access(group, kind, stream, b):
     """Note an access. A synchronous device needs no accesses. Then there are no rows, and this costs one
     comparison."""
@@ -73,7 +73,7 @@ def emit_access(group, kind, stream, b):
         _note(group, kind, stream, b)
 
 
-@jit(forceinline=True)
+@inline
 def _note(group, kind, stream, b):
     n = group.accesses
     if stream == NONE:
@@ -163,7 +163,7 @@ def _slot(group):
     return (ring.next - 1) % group.event_capacity
 
 
-@jit(forceinline=True)
+@inline
 def emit(group, kind, b):
     """Record an event about block ``b`` in its present state. Costs one comparison if events are off."""
     if group.event_capacity != 0:
@@ -204,7 +204,7 @@ EVICTED, FORGOTTEN, EXPIRED, LOSS = range(4)
 """Why content is gone, or (EXPIRED) will be soon."""
 
 
-@jit(forceinline=True)
+@inline
 def note_gone(group, b, why):
     """Remember why the content of block ``b`` leaves. Costs one comparison if the pool remembers nothing."""
     if group.gone_capacity != 0:
@@ -230,7 +230,7 @@ def emit_cleared(group):
 EXPIRIES_PER_CALL = 64
 
 
-@jit(forceinline=True)
+@inline
 def begin(group, now_ms):
     """Start the part of a call that changes the pool."""
     group.now = now_ms
@@ -238,7 +238,7 @@ def begin(group, now_ms):
     ring.call = ring.next
 
 
-@jit(forceinline=True)
+@inline
 def emit_copy(group, source, target, tokens, direction):
     """Append a copy op to the call's batch. The target's content then waits for the batch's ticket."""
     n = group.copy_ops
@@ -251,7 +251,7 @@ def emit_copy(group, source, target, tokens, direction):
     blocks[target].ticket = group.ticket
 
 
-@jit(forceinline=True)
+@inline
 def record(group, which, since):
     """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
     span = (group.now - since) & 0xFFFFFFFF
@@ -313,7 +313,7 @@ def unpublish(group, b, deadline):
     return True
 
 
-@jit(forceinline=True)
+@inline
 def drop(group, b, why):
     """``unpublish``, and count the content as forgotten if no copy is left, which is remembered."""
     known = blocks_of(group)[b].flags & PUBLISHED
@@ -327,7 +327,7 @@ def drop(group, b, why):
             counters.forgotten_host_blocks += 1
 
 
-@jit(forceinline=True)
+@inline
 def forget(group, b):
     """``drop`` of content that a caller, or other content, has made needless."""
     drop(group, b, FORGOTTEN)
@@ -373,7 +373,7 @@ def _offload(group, b, deadline):
     return True
 
 
-@jit(forceinline=True)
+@inline
 def _evict(group, b, deadline):
     """Empty a device victim that has left its list. Its content stays on the host, is offloaded, or is forgotten."""
     blocks = blocks_of(group)
@@ -404,7 +404,7 @@ def take_device(group):
     return b
 
 
-@jit(forceinline=True)
+@inline
 def take_for(group, owner):
     """Take a device block, with one reference, for a sequence, or as a copy of a block: ``owner`` is its record."""
     b = take_device(group)
@@ -451,7 +451,7 @@ def forget_both(group, b, other):
         on_change(group, other)
 
 
-@jit(forceinline=True)
+@inline
 def enter(group, b, flag):
     """Make the full (PUBLISHED) or unfull (TAIL) content of ``b`` findable. No other block may represent its key."""
     on_insert(group, b)
@@ -463,21 +463,21 @@ def enter(group, b, flag):
         _supersede(group, b)
 
 
-@jit(forceinline=True)
+@inline
 def hold(group, b):
     """Add a reference. A block that nobody held leaves its list."""
     if add_reference(blocks_of(group), b) == 1:
         unlist(group, b)
 
 
-@jit(forceinline=True)
+@inline
 def unhold(group, b):
     """Undo ``hold`` to the byte. Call it in the reverse order."""
     if drop_reference(blocks_of(group), b) == 0:
         relist(group, b)
 
 
-@jit(forceinline=True)
+@inline
 def let_go(group, b):
     """Drop a reference. A block that nobody holds then joins a list."""
     if drop_reference(blocks_of(group), b) == 0:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import address_of, call
 from kvpool.state import growth, recurrent
 from kvpool.state.admit import onboard
@@ -81,7 +81,7 @@ def _checked(need, fits, change):
     fail. The encoder's content never changes: in its group, the engine only goes on, on the stream of the call.
     """
 
-    @jit(forceinline=True)
+    @inline
     def verb(groups, ids, now_ms, args):
         error = check_ids(groups, ids, True)
         if error:
@@ -111,7 +111,7 @@ def _checked(need, fits, change):
 def _by_kind(attention, states):
     """What a verb does in a group: ``attention`` where blocks have tokens, ``states`` where they are states."""
 
-    @jit(forceinline=True)
+    @inline
     def part(group, ids, *args):
         return states(group, ids, *args) if has_states(group) else attention(group, ids, *args)
 
@@ -127,7 +127,7 @@ def _fits(group, args):
 # -- grow and shrink ------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def _tokens_need(group, ids, counts):
     if has_states(group):
         return call(group.append_need, (group, ids, counts))

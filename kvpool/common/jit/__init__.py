@@ -62,6 +62,11 @@ def jit(function: Any = None, /, *, forceinline: bool = False, nogil: bool = Tru
     return Dispatcher(function, forceinline, nogil)
 
 
+def inline(function: F, /) -> F:
+    """``jit`` a function whose code every caller in jitted code gets a copy of."""
+    return jit(forceinline=True)(function)
+
+
 def keeps() -> bool:
     """Whether the machine code of jitted functions is kept on disk."""
     return Dispatcher is not None and not config.DISABLE_JIT and cache_root() is not None

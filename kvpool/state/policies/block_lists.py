@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.state.records import DEVICE, EMPTY, HOST, LISTS_PER_TIER, LOWEST, NONE
 
 FRONT, BACK = True, False  # of a list
 
 
-@jit(forceinline=True)
+@inline
 def unlink(blocks, lists, b):
     """Take a block out of its list."""
     which, before, after = blocks[b].list, blocks[b].prev, blocks[b].next
@@ -26,14 +26,14 @@ def unlink(blocks, lists, b):
     blocks[b].list = ~which
 
 
-@jit(forceinline=True)
+@inline
 def relink(blocks, lists, b):
     """Put a block back into the list that it left, between its former neighbours. Nothing may have changed there
     since."""
     _link(blocks, lists, b, ~blocks[b].list)
 
 
-@jit(forceinline=True)
+@inline
 def _link(blocks, lists, b, which):
     """Put a block into a list, between the neighbours that it names."""
     if blocks[b].list >= 0:
@@ -51,7 +51,7 @@ def _link(blocks, lists, b, which):
     blocks[b].list = which
 
 
-@jit(forceinline=True)
+@inline
 def _lower(lists, which):
     tier = DEVICE if which < LISTS_PER_TIER else HOST
     priority = which - tier * LISTS_PER_TIER
@@ -59,7 +59,7 @@ def _lower(lists, which):
         lists[LOWEST + tier, 0] = priority
 
 
-@jit(forceinline=True)
+@inline
 def push(blocks, lists, b, which, front):
     """Put a block that is in no list at an end of one."""
     blocks[b].prev = NONE if front else lists[which, 1]
@@ -78,7 +78,7 @@ def push_after(blocks, lists, b, which, before):
     _link(blocks, lists, b, which)
 
 
-@jit(forceinline=True)
+@inline
 def lowest(lists, tier):
     """The first block of the lowest priority that has one, or NONE. Changes only where the search starts."""
     base = tier * LISTS_PER_TIER
@@ -128,7 +128,7 @@ def heap_push(blocks, heap, b, deadline):
     _sift_up(blocks, heap, heap[0])
 
 
-@jit(forceinline=True)
+@inline
 def heap_remove(blocks, heap, b):
     """Remove a block from the heap, if it is in it."""
     if blocks[b].heap != NONE:

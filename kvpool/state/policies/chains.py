@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.common.arguments import ENDS
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import array_at, prefetch, record_at
 from kvpool.state.policies.pauses import PAUSE_BINS, ROWS, TABLES, learn, octaves, worth
 from kvpool.state.records import NONE, blocks_of, lists_of
@@ -30,13 +30,13 @@ _DOUBT, _RECENT = 8.0, 512.0
 the old ones count half."""
 
 
-@jit(forceinline=True)
+@inline
 def rates_of(policy, expert):
     """The table of pauses of an expert, float64[TABLES, ROWS, PAUSE_BINS]. LRU has none."""
     return array_at(policy.rates_at, (EXPERTS - REUSE, TABLES, ROWS, PAUSE_BINS), np.float64)[expert - REUSE]
 
 
-@jit(forceinline=True)
+@inline
 def age_of(group, chain):
     """The ms since the last turn of a chain ended."""
     return (group.now - np.int64(chain.released)) & 0xFFFFFFFF
@@ -49,7 +49,7 @@ def _learn(group, policy, chain, came):
     learn(rates_of(policy, AGENT), np.int64(chain.row), age_of(group, chain), came)
 
 
-@jit(forceinline=True)
+@inline
 def worth_of(policy, expert, chain, ms):
     return worth(rates_of(policy, expert), np.int64(chain.row if expert == AGENT else chain.alike), ms)
 
@@ -105,53 +105,53 @@ SAMPLE = 16
 _WAYS, _LOOK = 4, 8
 
 
-@jit(forceinline=True)
+@inline
 def policy_of(group):
     return record_at(group.policy_at, POLICY)
 
 
-@jit(forceinline=True)
+@inline
 def host_policy_of(group):
     """The policy state of a group's host tier, for the same chains. Its ``list`` is NONE if there is none. The first
     policy state has everything that does not depend on a list."""
     return record_at(group.policy_at + POLICY_SIZE, POLICY)
 
 
-@jit(forceinline=True)
+@inline
 def tier_list_of(policy, c):
     return record_at(policy.tier_lists_at + c * policy.tier_list_bytes, TIER_LIST)
 
 
-@jit(forceinline=True)
+@inline
 def owners_of(group):
     """The chain of each block, int32[blocks], or NONE."""
     return blocks_of(group)["owner"]
 
 
-@jit(forceinline=True)
+@inline
 def chains_of(policy):
     return array_at(policy.chains_at, (policy.chains,), CHAIN)
 
 
-@jit(forceinline=True)
+@inline
 def order_of(policy):
     """All chains: those with blocks, then those that are remembered, then unused records."""
     return array_at(policy.order_at, (policy.chains,), np.int32)
 
 
-@jit(forceinline=True)
+@inline
 def names_of(policy):
     """A hash table of names, int64: the upper half of a key, a chain, and the chain's age."""
     return array_at(policy.names_at, (policy.names,), np.int64)
 
 
-@jit(forceinline=True)
+@inline
 def ghosts_of(policy):
     """How many own blocks of each chain each expert would have kept: uint16[chains, EXPERTS]."""
     return array_at(policy.ghosts_at, (policy.chains, EXPERTS), np.uint16)
 
 
-@jit(forceinline=True)
+@inline
 def scores_of(policy):
     """float64[7, EXPERTS]: for each expert the blocks in its ghost, how many more hits than LRU it would have had
     lately, the squares of these numbers, the chain that its ghost loses next, and its worth. Then the counts of
@@ -159,7 +159,7 @@ def scores_of(policy):
     return array_at(policy.scores_at, (7, EXPERTS), np.float64)
 
 
-@jit(forceinline=True)
+@inline
 def turns_of(policy):
     """The chain of each row, or NONE."""
     return array_at(policy.turns_at, (policy.rows,), np.int32)
@@ -184,7 +184,7 @@ def draw(policy, count):
     return np.int64((policy.draws * count) >> 31)
 
 
-@jit(forceinline=True)
+@inline
 def is_listed(group, policy, c, b):
     """Whether a block, or NONE, is in the list as a block of a chain."""
     return b != NONE and owners_of(group)[b] == c and blocks_of(group)[b].list == policy.list
@@ -273,7 +273,7 @@ def put_last(group, c, b):
     return before
 
 
-@jit(forceinline=True)
+@inline
 def _next(group, policy, c, b):
     after = np.int64(blocks_of(group)[b].next)
     return after if is_listed(group, policy, c, after) else NONE
@@ -324,7 +324,7 @@ def new_chain(group, policy):
 # -- names -----------------------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def is_name(key, from_end):
     """Whether the key of a block names its chain: the last two do, and some of all."""
     return key & (SAMPLE - 1) == 0 or from_end <= 2
@@ -335,7 +335,7 @@ def _bucket(policy, key):
     return ((key >> 4) & (policy.names // _WAYS - 1)) * _WAYS
 
 
-@jit(forceinline=True)
+@inline
 def expect_name(policy, key):
     """Begin to load what a key names."""
     prefetch(names_of(policy), _bucket(policy, key))
@@ -382,7 +382,7 @@ def _count_hints(policy, returns, hints, wrong):
     counts[6, kind] += wrong
 
 
-@jit(forceinline=True)
+@inline
 def is_trusted(policy, returns):
     """Whether a hint of this kind is trusted: at most half of those before were wrong."""
     kind = np.int64(returns == ENDS)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.common.jit import jit
+from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import array_at, call, prefetch
 from kvpool.state.index import expect, expect_child
 from kvpool.state.policies.block_lists import (
@@ -53,7 +53,7 @@ from kvpool.state.records import (
 )
 
 
-@jit(forceinline=True)
+@inline
 def nth_released(n, count):
     """Which of ``count`` blocks that one prompt covers is released as number ``n``: the last block first, so that
     leaves age before what they continue."""
@@ -63,7 +63,7 @@ def nth_released(n, count):
 # -- lists and deadlines -------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def list_of(group, b):
     """The list of a block while nobody holds it."""
     block = blocks_of(group)[b]
@@ -75,7 +75,7 @@ def list_of(group, b):
     return first + block.priority
 
 
-@jit(forceinline=True)
+@inline
 def _demotes(group, b):
     """Whether the content of a listed block gets the default priority when its time to live is over. Content that has
     that priority already does not, nor a clean copy, which is one of the first victims anyway."""
@@ -87,7 +87,7 @@ def _demotes(group, b):
     )
 
 
-@jit(forceinline=True)
+@inline
 def _start_clock(group, b, deadline):
     """Enter a listed block into the heap of deadlines, if its priority can change. Its time begins now, or ends at the
     ``deadline`` that it already has.
@@ -101,7 +101,7 @@ def _start_clock(group, b, deadline):
         heap_push(blocks_of(group), heap_of(group), b, deadline)
 
 
-@jit(forceinline=True)
+@inline
 def stop_clock(group, b):
     """Remove a block from the heap of deadlines. Returns its deadline, NONE if it has none."""
     block = blocks_of(group)[b]
@@ -111,27 +111,27 @@ def stop_clock(group, b):
     return block.deadline
 
 
-@jit(forceinline=True)
+@inline
 def place(group, b, deadline):
     """Put a block that is in no list at the back of the list of its content, with its ``deadline`` or a new one."""
     push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)
     _start_clock(group, b, deadline)
 
 
-@jit(forceinline=True)
+@inline
 def unlist(group, b):
     """Take a block out of its list, because somebody holds it. Its deadline stays until ``stop_clock``: a heap cannot
     be undone to the byte."""
     unlink(blocks_of(group), lists_of(group), b)
 
 
-@jit(forceinline=True)
+@inline
 def relist(group, b):
     """Undo ``unlist`` to the byte. Call it in the reverse order."""
     relink(blocks_of(group), lists_of(group), b)
 
 
-@jit(forceinline=True)
+@inline
 def expired(group):
     """Give the next block whose time to live is over the default priority, at the back of its list. NONE if there is
     none."""
@@ -149,7 +149,7 @@ def expired(group):
 # -- what happens --------------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def on_insert(group, b):
     """A block becomes a copy of cached content. The one that computed it is its first use."""
     block = blocks_of(group)[b]
@@ -159,7 +159,7 @@ def on_insert(group, b):
     block.saved = 0
 
 
-@jit(forceinline=True)
+@inline
 def on_hit(group, b):
     """A prompt hits a block: count one more use, now."""
     block = blocks_of(group)[b]
@@ -168,7 +168,7 @@ def on_hit(group, b):
         block.uses += 1
 
 
-@jit(forceinline=True)
+@inline
 def on_release(group, b, front):
     """Nobody holds a block any more. It becomes evictable: the last of its list, or with ``front`` the next one. What
     is not cached leaves an empty block."""
@@ -181,35 +181,35 @@ def on_release(group, b, front):
     push(blocks, lists, b, list_of(group, b), front)
 
 
-@jit(forceinline=True)
+@inline
 def on_admit(group, requests, r, slot):
     """Request ``r`` has got its blocks, in the row ``slot``."""
     if group.policy_at:
         call(policy_of(group).on_admit, (group, request_at(requests, r), slot))
 
 
-@jit(forceinline=True)
+@inline
 def on_begin_release(group, slot):
     """All blocks of a row are given back next."""
     if group.policy_at:
         call(policy_of(group).on_begin_release, (group, slot))
 
 
-@jit(forceinline=True)
+@inline
 def on_end_release(group, slot):
     """They were."""
     if group.policy_at:
         call(policy_of(group).on_end_release, (group, slot, group.stop))
 
 
-@jit(forceinline=True)
+@inline
 def on_touch(group, matches, turn):
     """Keys of a HostCache are used, as the ``turn`` of a request or not. Their blocks are given back next."""
     if group.policy_at:
         call(policy_of(group).on_touch, (group, matches, turn))
 
 
-@jit(forceinline=True)
+@inline
 def on_touched(group, matches, turn):
     """They were."""
     if group.policy_at:
@@ -225,7 +225,7 @@ def on_change(group, b):
         on_release(group, b, BACK)
 
 
-@jit(forceinline=True)
+@inline
 def on_only_copy(group, b, device, deadline):
     """A host copy has become the only one, and takes over the retention and uses of the device block. Unless it is
     held, it is not a clean copy any more. Returns whether its priority has changed."""
@@ -238,7 +238,7 @@ def on_only_copy(group, b, device, deadline):
     return changed
 
 
-@jit(forceinline=True)
+@inline
 def place_only_copy(group, b, device, deadline):
     """``place`` a host block that has become the only copy of a device block's content. The host blocks of a chain are
     side by side."""
@@ -302,7 +302,7 @@ def on_reset(group):
 # -- victims -------------------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
+@inline
 def victim(group, tier, priority):
     """The block of a tier that is taken next, its *victim*. The first of these that there is:
 
@@ -328,7 +328,7 @@ def victim(group, tier, priority):
     return _choice(group, blocks_of(group)[b].list) if _chooses(group, blocks_of(group)[b].list) else b
 
 
-@jit(forceinline=True)
+@inline
 def _chooses(group, which):
     """Whether the policy chooses the victims of a list, which has blocks."""
     if not group.policy_at:
@@ -337,7 +337,7 @@ def _chooses(group, which):
     return policy.follows != LRU and (which == policy.list or which == host_policy_of(group).list)
 
 
-@jit(forceinline=True)
+@inline
 def _choice(group, which):
     policy = policy_of(group)
     return call(policy.choose, (policy.header_at, which != policy.list, 0))
@@ -366,7 +366,7 @@ def expect_victims(group, tier, count):
         push(blocks, lists, b, usual, FRONT)
 
 
-@jit(forceinline=True)
+@inline
 def take_victim(group, tier, priority):
     """Take the ``victim`` of a tier out of its list. Returns it, or NONE, and the deadline of its content, or NONE."""
     b = victim(group, tier, priority)
@@ -383,7 +383,7 @@ def take_victim(group, tier, priority):
     return b, stop_clock(group, b)
 
 
-@jit(forceinline=True)
+@inline
 def disown(group, b):
     """Remove a block that was taken from its chain."""
     if group.policy_at:
@@ -393,13 +393,13 @@ def disown(group, b):
 SOON = 10  # how many evictions ahead the index is loaded; the block twice as many
 
 
-@jit(forceinline=True)
+@inline
 def foresee(group, row, i):
     """Note the block that a release of this row gives back some places after its block ``i``."""
     blocks_of(group)[row[i]].soon = max(row[max(i - SOON, 0)], 0)
 
 
-@jit(forceinline=True)
+@inline
 def _expect_victims(group, b):
     """Prefetch what the evictions after that of ``b`` will touch. The forecast may be wrong: nothing depends on it."""
     blocks, soon = blocks_of(group), blocks_of(group)[b].soon
@@ -411,7 +411,7 @@ def _expect_victims(group, b):
     expect_child(group, soon)
 
 
-@jit(forceinline=True)
+@inline
 def should_offload(group, b):
     """Whether the content of an evicted device block that has no host copy is worth an offload."""
     block = blocks_of(group)[b]
@@ -458,7 +458,7 @@ def free_blocks(group, tier):
     return total
 
 
-@jit(forceinline=True)
+@inline
 def empty_blocks(group, tier):
     """How many of them have no content."""
     return lists_of(group)[tier * LISTS_PER_TIER + EMPTY, 2]
@@ -473,7 +473,7 @@ def host_room(group, priority):
     return total
 
 
-@jit(forceinline=True)
+@inline
 def is_room(group, b, priority):
     """Whether content of a priority can take the block ``b``, which is cached."""
     return blocks_of(group)[b].list >= 0 and blocks_of(group)[b].priority <= priority
