@@ -13,24 +13,17 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.common.arrays import Array, Int32s, Int64s
+from kvpool.common.arrays import Array, Int32s, Int64s, SupportsDLPack
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.common.arrays.strided import in_numpy
 from kvpool.common.jit import jit
 
-
-class ForeignArray(Protocol):
-    """An array of any package that speaks DLPack."""
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-Integers: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | array.array[int] | memoryview | ForeignArray"
+Integers: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | array.array[int] | memoryview | SupportsDLPack"
 """Any buffer or sequence of integers."""
 Ids: TypeAlias = "int | np.integer[Any] | Integers"
 """One id, or several."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -14,21 +14,6 @@ def watched() -> bool:
         return sys.stderr.isatty()
     except (AttributeError, OSError, ValueError):
         return False
-
-
-def progress_bar(total: int | None, unit: str, **look: Any) -> Any:
-    """A bar of tqdm on standard error, or None where that is no terminal, or where tqdm is absent.
-
-    ``total`` counts units, and is None if it is unknown; ``look`` is what else tqdm takes. A bar that is not shown is
-    not made at all: tqdm starts a thread with its first one, also with one that is disabled.
-    """
-    if not watched():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, unit=unit, leave=False, file=sys.stderr, **look)
 
 
 def say(line: str) -> None:
@@ -42,9 +27,18 @@ def say(line: str) -> None:
 
 @contextmanager
 def shown_progress(total: int | None, unit: str, **look: Any) -> Iterator[Callable[[int], Any]]:
-    """A context with a ``progress_bar``. It gives a function to call with the number of units just done, which does
-    nothing where no bar is shown."""
-    bar = progress_bar(total, unit, **look)
+    """A context with a bar of tqdm on standard error, if that is a terminal, and tqdm is there. It gives a function to
+    call with the number of units just done, which does nothing where no bar is shown.
+
+    ``total`` counts units, and is None if it is unknown; ``look`` is what else tqdm takes. A bar that is not shown is
+    not made at all: tqdm starts a thread with its first one, also with one that is disabled.
+    """
+    bar = None
+    if watched():
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            bar = tqdm(total=total, unit=unit, leave=False, file=sys.stderr, **look)
     if bar is None:
         yield lambda count: None
     else:

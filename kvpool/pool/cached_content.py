@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpool.common.arguments import ForeignArray, Namespace, namespace_argument, priority_argument, ttl_argument
-from kvpool.common.arrays import Bools, Int64s
+from kvpool.common.arguments import Namespace, namespace_argument, priority_argument, ttl_argument
+from kvpool.common.arrays import Bools, Int64s, SupportsDLPack
 from kvpool.common.arrays.layout import Tier, integer_argument
 from kvpool.common.arrays.strided import in_numpy
 from kvpool.pool.core import MAX_MS, Core
@@ -129,7 +129,7 @@ class CachedContent:
         return out
 
     def missing_blocks(
-        self, prompt: Prompt, available: Bools | Sequence[Sequence[bool]] | ForeignArray
+        self, prompt: Prompt, available: Bools | Sequence[Sequence[bool]] | SupportsDLPack
     ) -> MissingBlocks:
         """Return the blocks that a loader should load so that more of a prompt can be reused.
 

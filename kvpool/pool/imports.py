@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvpool.common.arguments import (
-    ForeignArray,
     Ids,
     deadline_argument,
     id_array,
@@ -15,7 +14,7 @@ from kvpool.common.arguments import (
     priority_argument,
     text_argument,
 )
-from kvpool.common.arrays import Array
+from kvpool.common.arrays import Array, SupportsDLPack
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.device.base import StreamLike
 from kvpool.pool.core import Core
@@ -25,7 +24,7 @@ from kvpool.pool.prompts import PARTS_MAX, LayerLoads
 from kvpool.pool.reservations import ImportWriter, LoadTarget, Reservation, Reservations, block_buffer
 from kvpool.state import records
 
-BlockBuffer: TypeAlias = "bytes | bytearray | memoryview | Array | ForeignArray"
+BlockBuffer: TypeAlias = "bytes | bytearray | memoryview | Array | SupportsDLPack"
 """The bytes of one block: a contiguous buffer, or an array of any package."""
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from kvpool.common.arguments import (
     INT32_MAX,
-    ForeignArray,
     Integers,
     adapter_argument,
     bool_argument,
@@ -19,7 +18,7 @@ from kvpool.common.arguments import (
     salt_argument,
     token_array,
 )
-from kvpool.common.arrays import Int32s, Int64s, Uint64s
+from kvpool.common.arrays import Int32s, Int64s, SupportsDLPack, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import in_numpy, read_only
 from kvpool.state import control, records, requests
@@ -272,7 +271,7 @@ class BlockKeys:
 Prompt: TypeAlias = "BlockKeys | Integers"
 """A prompt: token ids, or the keys that were made of them."""
 Key: TypeAlias = bytes | bytearray | memoryview | Uint64s
-Keys: TypeAlias = "BlockKeys | Uint64s | Sequence[Key] | ForeignArray"
+Keys: TypeAlias = "BlockKeys | Uint64s | Sequence[Key] | SupportsDLPack"
 """Keys: 16 bytes for each, or uint64[n, 2]."""
 
 

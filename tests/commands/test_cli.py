@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.common.progress import progress_bar, say, shown_progress, watched
+from kvpool.common.progress import say, shown_progress, watched
 from kvpool.state.arrays import POLICIES
 from kvpool.tools.replay import Replay, VerificationError
 
@@ -195,7 +195,9 @@ def test_progress_is_shown_only_in_a_terminal(stream: Any, monkeypatch: pytest.M
     if hasattr(stream, "close"):
         stream.close()
     monkeypatch.setattr(sys, "stderr", stream)
-    assert not watched() and progress_bar(1, "units") is None
+    assert not watched()
+    with shown_progress(1, "units") as progress:
+        progress(1)
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -24,6 +24,7 @@ from typing import IO, Any
 from numba.core import config
 
 from kvpool.common import jit
+from kvpool.common.process import Closing
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Helpers:
+class Helpers(Closing):
     """``processes - 1`` helpers of this process for a program, a text in Python. None begins where nothing is kept.
 
     They begin with ``start``, end with ``close`` or with this process, and are killed by either: what they have not
@@ -77,12 +78,6 @@ class Helpers:
                 )
             said.close()
         self._running.clear()
-
-    def __enter__(self) -> Helpers:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
 
 def compile_ahead(program: str, place: int, count: int, parent: int) -> None:

@@ -3,10 +3,9 @@ Import this only to launch or compile them: it needs the extra ``cuda12`` or ``c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -135,17 +134,12 @@ def step_tables(
         unit += cuda.gridDim.x
 
 
-class _Kernel(NamedTuple):
-    function: Callable[..., None]
-    signature: Any
-    """Of pointers and numbers, so that a launch makes no arrays."""
-
-
 _long, _longs, _ints = types.int64, types.CPointer(types.int64), types.CPointer(types.int32)
 KERNELS = {
-    "stage_rows": _Kernel(stage_rows, types.void(_ints, _longs, *[_long] * 4, _ints, _long)),
-    "step_tables": _Kernel(step_tables, types.void(_longs, _ints, *[_long] * 5, _longs, *[_ints] * 6, _long, _long)),
+    "stage_rows": (stage_rows, types.void(_ints, _longs, *[_long] * 4, _ints, _long)),
+    "step_tables": (step_tables, types.void(_longs, _ints, *[_long] * 5, _longs, *[_ints] * 6, _long, _long)),
 }
+"""Each with its signature, of pointers and numbers, so that a launch makes no arrays."""
 
 
 def compile_for(name: str, capability: tuple[int, int]) -> str:
@@ -158,7 +152,8 @@ def compile_for(name: str, capability: tuple[int, int]) -> str:
 def compiled(name: str, index: int) -> Any:
     """A kernel, compiled for the current GPU, whose number is ``index``, and loaded there: another one of the same kind
     would load it at its first launch."""
-    return cuda.jit(KERNELS[name].signature)(KERNELS[name].function)
+    function, signature = KERNELS[name]
+    return cuda.jit(signature)(function)
 
 
 @jit

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.common.arrays import Array, Int64s
+from kvpool.common.arrays import Array
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.paged import PagedKV, check_strides, share_bytes, sharing
 from kvpool.common.arrays.strided import AnyArray, StridedArray, as_strided
@@ -179,8 +180,7 @@ def _copy(
         handle = to.stream(stream, captured=slots.memory == "device")
         _launch(cache, pieces, stagings[0].memory, slots, (skip, total), gather, handle, thread_blocks, to)
         return
-    wanted = _private_slots(slots, skip, total, np.dtype(np.int64))
-    _check_slots(wanted, skip, cache.slots)
+    wanted = _private_slots(slots, skip, total, cache.slots).astype(np.int64, copy=False)
     nbytes = cache.layers * len(wanted) * sum(plane.heads * plane.run_bytes for plane in cache.planes)
     for planes, first, end in pieces:
         table = np.array([plane.merged() for plane in planes], dtype=np.int64)
@@ -279,9 +279,7 @@ def _is_inside(array: Array, cache: PagedKV) -> bool:
 def _index(array: StridedArray, index: int) -> StridedArray:
     """One plane of an array."""
     address = array.address + index * array.steps[0]
-    return StridedArray(
-        address, array.shape[1:], array.itemsize, array.steps[1:], array.memory, array.kind, array.writable, array.owner
-    )
+    return replace(array, address=address, shape=array.shape[1:], strides=array.steps[1:])
 
 
 def _slots_argument(slot_mapping: Any, tokens: int) -> StridedArray:
@@ -295,17 +293,16 @@ def _slots_argument(slot_mapping: Any, tokens: int) -> StridedArray:
     return slots
 
 
-def _private_slots(slots: StridedArray, first: int, end: int, dtype: np.dtype[Any] | None) -> Array:
-    """A copy of some slots, so that they cannot change between their check and the copy of the KV."""
-    return np.array(slots.host_view()[first:end], dtype)
-
-
-def _check_slots(slots: Int64s, skip: int, end: int) -> None:
-    if slots.max() >= end:
-        bad = int(np.argmax(slots >= end))
+def _private_slots(slots: StridedArray, first: int, end: int, count: int) -> Array:
+    """A copy of some slots, so that they cannot change between their check and the copy of the KV. Raises ValueError
+    unless all are below ``count``."""
+    private = np.array(slots.host_view()[first:end])
+    if private.max() >= count:
+        bad = int(np.argmax(private >= count))
         raise ValueError(
-            f"slot_mapping[{skip + bad}]: expected slots of the cache from 0 to {end - 1}, got {slots[bad]}"
+            f"slot_mapping[{first + bad}]: expected slots of the cache from 0 to {count - 1}, got {private[bad]}"
         )
+    return private
 
 
 def load_kernel(cache: PagedKV, launcher: Launcher | None = None) -> None:
@@ -342,8 +339,7 @@ def _launch(
     host = "host" in (cache.memory, staging_memory)
     uploaded: AbstractContextManager[int] = nullcontext(address)
     if slots.memory == "host":
-        wanted = _private_slots(slots, first, end, None)
-        _check_slots(wanted, first, cache.slots)
+        wanted = _private_slots(slots, first, end, cache.slots)
         uploaded = launcher.uploaded(wanted, stream, host=host)
     with uploaded as address:
         for planes, begin, stop in pieces:
