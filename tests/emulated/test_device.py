@@ -32,12 +32,11 @@ MAX_REGISTERS_PER_BLOCK, HOST_NATIVE_ATOMICS, SAME_ADDRESSES = 12, 86, 91
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_that_is_asked_for_is_taken(driver: Driver, path: str) -> None:
     device = CudaDevice(calibration=path)
-    pools = make_pools(device, LAYOUT)
+    make_pools(device, LAYOUT)
     with driver.counting("copies", "batches", "launches") as grown:
         device.copy_blocks(OFFLOADS, device.create_stream("copies"))
     wanted = {"plain": (FRAGMENTS, 0, 0), "batched": (FRAGMENTS, 1, 0), "kernel": (0, 0, 1), "bulk": (0, 0, 1)}
     assert tuple(grown.values()) == wanted[path]
-    pools.close()
     device.close()
 
 
