@@ -109,9 +109,6 @@ class HostCacheAdapter:
             for block in left if len(left) > 1 else ():
                 self.abort(worker, (block,), rows)
 
-    def unsaved(self, number: int, blocks: Sequence[bytes]) -> Sequence[bytes]:
-        return blocks
-
     def victims(self) -> list[bytes]:
         """What is to be saved before it is evicted."""
         if self._save != EVICT:
@@ -197,13 +194,12 @@ class HostCacheAdapter:
             reported = self._reported[number]
             self.changes.append(StoreChange(number, tuple(key for key in keys if reported.pop(key, 0) is None), False))
 
-    def to_save(self, prompt: Sequence[bytes], number: int, blocks: Sequence[bytes]) -> _Run:
-        """Blocks of a prompt are to be saved in a store, or of none, since they are evicted next. Returns what is noted
-        of them."""
+    def to_save(self, prompt: Sequence[bytes], number: int, blocks: Sequence[bytes]) -> Mapping[bytes, _Run]:
+        """Blocks of a prompt are to be saved in a store, or of none, since they are evicted next."""
         run = _Run(blocks, prompt, len(blocks))
-        if prompt:
+        if prompt and blocks:
             self._runs[number][blocks[-1]] = run
-        return run
+        return dict.fromkeys(blocks, run)
 
     def touch(self, prompt: Sequence[bytes], turn: bool) -> None:
         """What ``HostStorageManager.touch`` does."""

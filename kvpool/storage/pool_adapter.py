@@ -183,8 +183,9 @@ class PoolAdapter:
         limit = NO_LIMIT if nbytes is None else nbytes // worker.block_bytes
         return worker.secret.tag(namespace_bytes(block.whose)), limit
 
-    def unsaved(self, number: int, blocks: Sequence[Content]) -> list[Content]:
-        return [content for content in blocks if not self._stored.has(content, number)]
+    def to_save(self, number: int, blocks: Sequence[Content]) -> Mapping[Content, None]:
+        """Those of the blocks that a store is not known to have."""
+        return dict.fromkeys(content for content in blocks if not self._stored.has(content, number))
 
     def answered(self, number: int, blocks: Sequence[Content], codes: Bytes) -> None:
         self._stored.note(number, compress(blocks, (codes == OK).tolist()), True)

@@ -560,7 +560,7 @@ class StorageManager(Closing):
         busy = self._storage.poll()
         self._prefetches.turn()
         unsaved, behind = self._unsaved.next(whole=self._turns < self._awaited)
-        self._storage.enqueue(unsaved)
+        self._storage.enqueue(unsaved, self._adapter.to_save)
         more = self._storage.save(BLOCKS_PER_TURN) or behind
         if more:
             time.sleep(REST_SECONDS)

@@ -68,9 +68,6 @@ class HostTierAdapter(Protocol[Block]):
     def abort(self, worker: StoreWorker, blocks: Iterable[Block], rows: Rows) -> None:
         """Blocks will not come, and no store writes their rows any more."""
 
-    def unsaved(self, number: int, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Those of the blocks that the store is not known to have."""
-
     def take(self, worker: StoreWorker, queued: Mapping[Block, Any]) -> int:
         """How many of the first blocks that are queued, alike, one save can have now. There may be none."""
 
@@ -223,17 +220,13 @@ class TierStorage(Generic[Block]):
         """Whether ``save`` has something to begin."""
         return any(self._queues)
 
-    def enqueue(self, blocks: Sequence[Block], note: Callable[[int, Sequence[Block]], Any] | None = None) -> None:
-        """Have blocks saved in every store that is not known to have them, and for which they do not wait. ``note``:
-        what the tier notes of those for the store with a number."""
+    def enqueue(self, blocks: Sequence[Block], to_save: Callable[[int, Sequence[Block]], Mapping[Block, Any]]) -> None:
+        """Have blocks saved in every store for which they do not wait. ``to_save``: those of the blocks that are to be
+        saved in the store with a number, and what the tier notes of each."""
         for number, queue in enumerate(self._queues if blocks else ()):
-            new = list(dict.fromkeys(self._tier.unsaved(number, blocks)))
-            if not queue.keys().isdisjoint(new):
-                new = [block for block in new if block not in queue]
-            noted = note(number, new) if note and new else None
-            room = max(0, self._queued_blocks - len(queue))
-            queue.update(dict.fromkeys(new[:room], noted))
-            self._give_up(number, dict.fromkeys(new[room:], noted), "crowded")
+            queue.update(to_save(number, [block for block in dict.fromkeys(blocks) if block not in queue]))
+            excess = len(queue) - self._queued_blocks
+            self._give_up(number, dict(queue.popitem() for _ in range(excess)), "crowded")
 
     def save(self, most: int = sys.maxsize) -> bool:
         """Begin to save what waits, for each store at most about so many blocks. Returns whether more could begin
