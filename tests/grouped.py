@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-from engine import EventReplay
 from kvpool import BlockLayout, KVCacheManager, LayerGroup
 from kvpool.pool import Event
 from tests import debug
+from tests.engine import EventReplay
 
 T = 4
 TIERS = ("device", "host")
