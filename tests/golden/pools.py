@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from random import Random
 from typing import Any
 
@@ -84,12 +85,17 @@ FIGURES = (
 )
 
 
+def open_pool(kind: str, **options: Any) -> AbstractContextManager[KVCacheManager]:
+    """A pool that the calls of a ``Driver`` fill."""
+    eviction = EvictionOptions(offload_min_priority=20)
+    sizes = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096}
+    return pool_of(KINDS[kind], 40, 24, eviction=eviction, **sizes, **options)
+
+
 def drive(kind: str, device: str, seed: int, secret: bytes = SECRET) -> Recorder:
     """One case: its lines, and in ``seen`` the figures of the pool too."""
     recorder, clock = Recorder(), Clock()
-    eviction = EvictionOptions(offload_min_priority=20)
-    options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "eviction": eviction}
-    with pool_of(KINDS[kind], 40, 24, device, secret=secret, clock=clock, policy="lru", **options) as cache:
+    with open_pool(kind, on=device, secret=secret, clock=clock, policy="lru") as cache:
         record_batches(cache, recorder)
         Driver(cache, recorder, clock, seed).run()
         stats = cache.stats()

@@ -189,15 +189,18 @@ class Pair:
 
     def append(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         note(f"append({ids}, {tokens})")
+        if self._append(ids, tokens):
+            for i, new in zip(ids, tokens, strict=True):
+                self.engine.appended(self.requests[i], new)
+
+    def _append(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> bool:
         flat = [token for new in tokens for token in new]
         done = self.both(
             lambda: self.cache.append_tokens(self.real_ids(ids), flat, [len(new) for new in tokens]),
             lambda: self.model.append_tokens(ids, tokens) or True,
             compare=False,
         )
-        if done:
-            for i, new in zip(ids, tokens, strict=True):
-                self.engine.appended(self.requests[i], new)
+        return bool(done)
 
     def commit(self, ids: Sequence[int], counts: Sequence[int] | None) -> None:
         note(f"commit({ids}, {counts})")
@@ -240,15 +243,10 @@ class Pair:
     def draft(self, ids: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> bool:
         """Append a tree of drafts to each; whether there was room."""
         note(f"draft({ids}, {tokens}, {parents})")
-        flat = [token for new in tokens for token in new]
-        done = self.both(
-            lambda: self.cache.append_tokens(self.real_ids(ids), flat, [len(new) for new in tokens]),
-            lambda: self.model.append_tokens(ids, tokens) or True,
-            compare=False,
-        )
+        done = self._append(ids, tokens)
         for i, new, above in zip(ids if done else (), tokens, parents, strict=False):
             self.engine.drafted(self.requests[i], new, above)
-        return bool(done)
+        return done
 
     def accept_drafts(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> bool:
         """Keep a path of each tree; whether it was done."""

@@ -230,18 +230,21 @@ class Store:
     def publish(self, block: Block) -> None:
         """Make a keyed device block findable, unless another device block holds its content."""
         assert block.content is not None
-        namespace, items = block.content
-        row = self.rows.get(block.content)
-        if row is None:
-            row = self.rows[block.content] = Row()
-            parent, last_items = (namespace, items[: -self.T]), items[-self.T :]
-            self._supersede_tails(parent, last_items)
-            self._bucket(parent, last_items).append(Child(last_items, content=block.content))
+        row = self.rows.get(block.content) or self.new_row(block.content)
         if row.device is None:
             row.device, block.indexed, block.uses, block.saved = block, True, 1, False
             if row.host is not None:
                 block.uses, block.saved = max(1, row.host.uses), row.host.saved
                 self.shelve(row.host)
+
+    def new_row(self, content: Content) -> Row:
+        """Index content that no block has yet."""
+        row = self.rows[content] = Row()
+        namespace, items = content
+        parent, last_items = (namespace, items[: -self.T]), items[-self.T :]
+        self._supersede_tails(parent, last_items)
+        self._bucket(parent, last_items).append(Child(last_items, content=content))
+        return row
 
     def forget_device(self, block: Block, deadline: int | None = None) -> None:
         """Erase the device id of a published block's row; a host copy stands in for it."""

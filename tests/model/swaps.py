@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from .admission import Seq
 from .batches import EXPIRIES_PER_CALL
 from .holds import Holds
-from .store import Child, Row
 from .tiers import Block, OutOfBlocks
 
 
@@ -91,9 +90,5 @@ class Swaps(Holds):
         assert block.content is not None
         if block.content in self.rows:
             return
-        namespace, items = block.content
-        parent, last_items = (namespace, items[: -self.T]), items[-self.T :]
-        self._supersede_tails(parent, last_items)
-        self._bucket(parent, last_items).append(Child(last_items, content=block.content))
-        self.rows[block.content] = Row(host=block)
+        self.new_row(block.content).host = block
         block.indexed, block.uses, block.saved = True, max(block.uses, 1), False

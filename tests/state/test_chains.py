@@ -21,9 +21,8 @@ from kvpool.state.policies.chains import AGENT, LRU
 from kvpool.state.policies.pauses import CLASSES, PAUSE_BINS, ROWS, TABLES, learn, worth
 from kvpool.state.policies.pauses import KINDS as KINDS_OF_PAUSES
 from tests.engine import Clock
-from tests.golden.pools import KINDS, SECRET, Driver
+from tests.golden.pools import KINDS, SECRET, Driver, open_pool
 from tests.golden.recorder import Recorder
-from tests.grouped import pool_of
 
 LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
 CHAINED = [kind for kind, groups in KINDS.items() if "recurrent" not in groups]
@@ -377,9 +376,7 @@ class Checked(Driver):
 def driven(kind: str, policy: str, seed: int) -> str:
     """The digest of a case."""
     recorder, clock = Recorder(), Clock()
-    eviction = EvictionOptions(offload_min_priority=20)
-    options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "eviction": eviction}
-    with pool_of(KINDS[kind], 40, 24, "cpu", secret=SECRET, clock=clock, policy=policy, **options) as cache:
+    with open_pool(kind, secret=SECRET, clock=clock, policy=policy) as cache:
         for state in cache.core.states:
             state.policy_state.policy_state["follows"] = AGENT
         Checked(cache, recorder, clock, seed).run()
