@@ -14,6 +14,7 @@ from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, STAGING, Stream, WrappedDevice
 from kvpool.device.work import StagedRows, Work
 from kvpool.errors import DeviceError
+from tests.tables.conftest import Two
 from tests.tables.uploads import picture
 
 Make = Callable[..., Engine]
@@ -54,9 +55,8 @@ def test_the_host_table_keeps_its_address_and_layout(make: Make) -> None:
         engine.release(sequence)
 
 
-def test_dense_is_as_wide_as_asked_and_refuses_what_does_not_fit(make: Make) -> None:
-    engine = make(T=2, P=16)
-    ids = [engine.add([1]).id, engine.add(range(5)).id]
+def test_dense_is_as_wide_as_asked_and_refuses_what_does_not_fit(two: Two) -> None:
+    engine, ids = two
     block_table = engine.cache.block_table(ids)
     for width, dense in ((3, block_table.dense()), *((width, block_table.dense(width)) for width in (3, 4, 40))):
         np.testing.assert_array_equal(dense, whole(engine, ids, width))
@@ -94,10 +94,9 @@ def test_csr_is_the_dense_table_without_padding(make: Make) -> None:
     ],
 )
 def test_ids_are_scaled_and_offset_per_pool_and_plane_and_none_stays_none(
-    make: Make, scale: Any, v_offset: Any, planes: list[tuple[int, int]]
+    two: Two, scale: Any, v_offset: Any, planes: list[tuple[int, int]]
 ) -> None:
-    engine = make(T=2, P=16)
-    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    engine, ids = two
     out = target(*([] if isinstance(scale, int) else [2]), *([] if v_offset is None else [2]), 3, 5)
     engine.cache.tables.copy_batch_block_offsets(out, ids, scale=scale, v_offset=v_offset)
     expected = whole(engine, ids, 5)
@@ -106,10 +105,9 @@ def test_ids_are_scaled_and_offset_per_pool_and_plane_and_none_stays_none(
         assert (plane[2] == GARBAGE).all()
 
 
-def test_targets_may_be_strided(make: Make) -> None:
+def test_targets_may_be_strided(two: Two) -> None:
     """[pools, rows, 2, columns], as engines keep it, seen with the planes in front; and a part of a larger table."""
-    engine = make(T=2, P=16)
-    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    engine, ids = two
     out, wanted = target(2, 6, 2, 9), target(2, 6, 2, 9)
     part = (slice(None), slice(None), slice(1, 4), slice(2, 6))
     engine.cache.tables.copy_batch_block_offsets(
@@ -187,9 +185,8 @@ REFUSED = TARGETS + [
 ]
 
 
-def test_bad_arguments_are_named_and_change_nothing(make: Make) -> None:
-    engine = make(T=2, P=16)
-    ids = [engine.add([1]).id, engine.add(range(5)).id]
+def test_bad_arguments_are_named_and_change_nothing(two: Two) -> None:
+    engine, ids = two
     for out, options, message in REFUSED:
         before, written = picture(engine.cache), np.array(out)
         with pytest.raises((TypeError, ValueError), match=message):

@@ -13,6 +13,7 @@ from group_engine import GroupsEngine
 from kvpool import KVCacheManager
 from kvpool.pool import StepTables
 from steps import GARBAGE, NAMES, arrays, check, expected, same, spans
+from tests.tables.conftest import Two
 from tests.tables.uploads import picture
 
 Make = Callable[..., Engine]
@@ -204,9 +205,8 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "bad", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
-def test_bad_arrays_are_named_and_nothing_is_written(make: Make, name: str, bad: Any, message: str) -> None:
-    engine, good, was = make(T=2, P=16), arrays(2, 6, 4, 4), np.array(bad)
-    ids = [engine.add([1]).id, engine.add(range(5)).id]
+def test_bad_arrays_are_named_and_nothing_is_written(two: Two, name: str, bad: Any, message: str) -> None:
+    (engine, ids), good, was = two, arrays(2, 6, 4, 4), np.array(bad)
     out = StepTables(**{each: bad if each == name else getattr(good, each) for each in NAMES})
     assert_refused(engine.cache, (TypeError, ValueError), message, out, ids)
     assert all((getattr(good, each) == GARBAGE).all() for each in NAMES) and np.array_equal(np.array(bad), was)
@@ -236,9 +236,8 @@ SPANS = [
 
 
 @pytest.mark.parametrize(("given", "message"), SPANS)
-def test_tokens_that_a_sequence_has_not_are_refused(make: Make, given: dict[str, Any], message: str) -> None:
-    engine, out = make(T=2, P=16), arrays(2, 9, 9, 9)
-    ids = [engine.add([1]).id, engine.add(range(5)).id]
+def test_tokens_that_a_sequence_has_not_are_refused(two: Two, given: dict[str, Any], message: str) -> None:
+    (engine, ids), out = two, arrays(2, 9, 9, 9)
     assert_refused(engine.cache, (TypeError, ValueError), message, out, ids, **given)
     with pytest.raises((TypeError, ValueError), match=message):
         engine.cache.tables.step_tables(ids, **given)

@@ -14,6 +14,7 @@ from kvpool import KVCacheManager, PoolClosed
 from kvpool.device.base import Stream
 from kvpool.errors import DeviceError, UnknownSequence
 from steps import GARBAGE
+from tests.tables.conftest import Two
 from tests.tables.uploads import FORMS, HOST_STEP, Form, Late, picture, vectors
 
 Make = Callable[..., Engine]
@@ -143,9 +144,8 @@ REFUSED: list[tuple[tuple[Any, Any, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_bad_vectors_are_named_and_nothing_is_changed(make: Make, given: Any, message: str) -> None:
-    engine = make(T=2, P=16)
-    ids = [engine.add([1]).id, engine.add(range(5)).id]
+def test_bad_vectors_are_named_and_nothing_is_changed(two: Two, given: Any, message: str) -> None:
+    engine, ids = two
     arrays = [vectors(argument)[0] if isinstance(argument, int) else argument for argument in given]
     before, written = picture(engine.cache), [np.array(array) for array in arrays]
     with pytest.raises((TypeError, ValueError), match=message):
