@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_PRIVATE = "tests/sequences/test_private_memory.py"
-_COPIED = f"{_PRIVATE}::test_arguments_are_copied"
+_COPIED = "tests/sequences/test_private_memory.py::test_arguments_are_copied"
 _LYING = "tests/sequences/test_changing_arguments.py"
 
 MUTATIONS = (
@@ -56,7 +55,7 @@ MUTATIONS = (
         "return tuple(iterator)",
         "return keys",
         "Keys are reserved that the caller has taken out of the list.",
-        (f"{_PRIVATE}::test_keys_are_read_once",),
+        ("tests/hostcache/test_arguments.py::test_keys_of_any_length_and_from_any_iterable",),
     ),
     # -- objects that lie ------------------------------------------------------------------------------------
     Mutation(

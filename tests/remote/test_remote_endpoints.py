@@ -176,14 +176,7 @@ def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, guard: str, ca
 
 def test_a_peer_without_the_secret_gets_no_further_than_the_listener(make: Make) -> None:
     """It cannot name itself, which could take another's answers or end the process, nor send a message."""
-    there, here = worker(make), worker(make, secret=b"another secret of 32 bytes .....")
-    tokens = stored(there, 4)
-    with BlockServer(there.cache) as server:
-        with (
-            BlockClient(server.endpoint, here.cache) as client,
-            pytest.raises(RemoteError, match="different hash secrets"),
-        ):
-            client.fetch(tokens)
+    with BlockServer(worker(make).cache) as server:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.routing_id = b"somebody"

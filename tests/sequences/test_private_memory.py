@@ -23,7 +23,6 @@ from array_scenes import look, seen, watched
 from kvpool import KVCacheManager, storage
 from kvpool.common.arguments import int64_array, token_array
 from kvpool.common.jit import jit
-from kvpool.hostcache import opaque_keys
 from kvpool.pool.keys import key_rows
 from kvpool.storage import StoreRequest, store_requests
 from parts import PARTS
@@ -82,10 +81,6 @@ def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case,
 def test_arguments_are_copied(private: Callable[[Any], Any], values: Any) -> None:
     for form in (values, Interface(values)) if values.ndim == 1 else (values,):
         assert not np.shares_memory(private(form), values)
-
-
-def test_keys_are_read_once() -> None:
-    assert opaque_keys.keys_argument(iter([b"a", b"b"])) == (b"a", b"b")
 
 
 # -- the walk is whole -------------------------------------------------------------------------------

@@ -160,6 +160,14 @@ def returned(job: StoreRequest) -> StoreRequest:
     return job
 
 
+def right(queue: StoreWorker, job: StoreRequest, first: int = 0) -> StoreRequest:
+    """The job, when all calls of it have returned. Blocks that have come, numbered from this one on, are whole."""
+    for place in np.flatnonzero(returned(job).codes == OK).tolist():
+        expected = content(first + place, queue.block_bytes)
+        assert np.array_equal(queue.memory[job.rows[place]], expected), "a wrong byte"
+    return job
+
+
 def codes_of(job: StoreRequest) -> list[int]:
     """The codes of a job, when all calls of it have returned."""
     return returned(job).codes.tolist()

@@ -17,7 +17,7 @@ import pytest
 
 from kvpool.storage import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, StoreRequest, StoreWorker
 from tests.children import in_child, refuses
-from tests.stores.lab import BLOCK_BYTES, content, fill, keys_of, saved
+from tests.stores.lab import BLOCK_BYTES, content, fill, keys_of, right, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 from tests.waiting import until
 
@@ -30,10 +30,7 @@ def load(queue: StoreWorker, count: int, first: int = 0, seconds: float = 600.0)
     """Load blocks, and compare those that are OK."""
     job = queue.load(keys_of(queue, count, first), np.arange(count), deadline=queue.now() + seconds)
     assert job.wait(600), "a job ends at its deadline"
-    assert job.wait(600, returned=True)
-    for place in np.flatnonzero(job.codes == OK).tolist():
-        assert np.array_equal(queue.memory[place], content(first + place, queue.block_bytes)), "a wrong byte"
-    return job
+    return right(queue, job, first)
 
 
 def save(queue: StoreWorker, count: int, first: int = 0, seconds: float = 600.0) -> StoreRequest:

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import Transform
-from tests.stores.lab import BLOCK_BYTES, codes_of, content, keys_of, returned, saved
+from tests.stores.lab import BLOCK_BYTES, begin_load, codes_of, content, keys_of, returned, right, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 
 EXTRA = 28
@@ -48,11 +48,7 @@ class Counted:
 
 
 def load(queue: StoreWorker, count: int) -> list[int]:
-    job = queue.load(keys_of(queue, count), np.arange(30, 30 + count))
-    assert job.wait(600, returned=True)
-    for place in np.flatnonzero(job.codes == OK).tolist():
-        assert np.array_equal(queue.memory[30 + place], content(place))
-    return [int(code) for code in job.codes]
+    return right(queue, begin_load(queue, keys_of(queue, count), 30)).codes.tolist()
 
 
 def test_the_documented_encryption_keeps_blocks_and_hides_them(
