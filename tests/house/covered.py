@@ -1,7 +1,7 @@
 """``python -m tests.house.covered``: the lines of each room of ``kvpool/`` that the tests reach, against a baseline.
 
 Runs pytest under coverage.py: the tests of README.md's command, and then those of ``INTERPRETED`` once more with
-``NUMBA_DISABLE_JIT=1``, since lines of jitted functions are seen in the interpreter only. Prints a table of rooms and
+``NUMBA_DISABLE_JIT=1``, since lines of jitted functions are seen in the interpreter only. Prints a table of files and
 each line that the baseline does not have as uncovered. ``--save`` writes the baseline.
 """
 
@@ -50,13 +50,6 @@ class Line(NamedTuple):
         return self.function, self.text
 
 
-class File(NamedTuple):
-    """The number of statements of a file, and those that no test reached."""
-
-    statements: int
-    uncovered: list[Line]
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Put the tracer of coverage.py back, which tests that trace calls themselves have replaced (pytest hook)."""
     session: Any = item.session
@@ -95,7 +88,7 @@ def functions_of(source: str) -> dict[int, str]:
     return names
 
 
-def measured() -> dict[str, File]:
+def measured() -> list[Line]:
     """Combine what all runs have measured."""
     import coverage
 
@@ -104,76 +97,36 @@ def measured() -> dict[str, File]:
     if any(DATA.glob("data.*")):
         measurement.combine()
         measurement.save()
-    files = {}
+    measurement.report()
+    uncovered = []
     for path in sorted((ROOT / "kvpool").rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         lines, functions, name = source.splitlines(), functions_of(source), str(path.relative_to(ROOT))
-        _, statements, _, missing, _ = measurement.analysis2(str(path))
-        uncovered = [Line(name, functions.get(number, ""), lines[number - 1].strip(), number) for number in missing]
-        files[name] = File(len(statements), uncovered)
-    return files
+        missing = measurement.analysis2(str(path))[3]
+        uncovered += [Line(name, functions.get(number, ""), lines[number - 1].strip(), number) for number in missing]
+    return uncovered
 
 
-def save(files: dict[str, File], path: Path = BASELINE) -> None:
-    """Write the baseline: a line for each file, and below it one for each uncovered line."""
-    rows = []
-    for name, file in files.items():
-        rows.append(f"{name} {file.statements}")
-        rows += [f"\t{line.function}\t{line.text}" for line in file.uncovered]
-    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+def save(lines: list[Line], path: Path = BASELINE) -> None:
+    """Write the baseline."""
+    path.write_text("".join(f"{line.file}\t{line.function}\t{line.text}\n" for line in lines), encoding="utf-8")
 
 
-def load(path: Path = BASELINE) -> dict[str, File]:
+def load(path: Path = BASELINE) -> list[Line]:
     """Read the baseline; without one, nothing was covered."""
-    files: dict[str, File] = {}
-    name = ""
-    for row in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        if row.startswith("\t"):
-            _, function, text = row.split("\t", 2)
-            files[name].uncovered.append(Line(name, function, text, 0))
-        else:
-            name, _, statements = row.rpartition(" ")
-            files[name] = File(int(statements), [])
-    return files
+    rows = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [Line(*row.split("\t", 2), 0) for row in rows]
 
 
-def lost(before: dict[str, File], after: dict[str, File]) -> list[Line]:
+def lost(before: list[Line], after: list[Line]) -> list[Line]:
     """The uncovered lines that the baseline does not have: no longer covered, or new and not covered."""
-    known = Counter(line.key for file in before.values() for line in file.uncovered)
+    known = Counter(line.key for line in before)
     lines = []
-    for line in (line for file in after.values() for line in file.uncovered):
-        if known[line.key] > 0:
-            known[line.key] -= 1
-        else:
+    for line in after:
+        known[line.key] -= 1
+        if known[line.key] < 0:
             lines.append(line)
     return lines
-
-
-def rooms(files: dict[str, File]) -> dict[str, tuple[int, int]]:
-    """Statements and covered statements of each room."""
-    table: dict[str, tuple[int, int]] = {}
-    for name, file in files.items():
-        parts = name.split("/")
-        room = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
-        statements, covered = table.get(room, (0, 0))
-        table[room] = (statements + file.statements, covered + file.statements - len(file.uncovered))
-    return table
-
-
-def report(before: dict[str, File], after: dict[str, File]) -> str:
-    """The table of rooms, with the shares of the baseline."""
-    old, new = rooms(before), rooms(after)
-    new["in all"] = (sum(row[0] for row in new.values()), sum(row[1] for row in new.values()))
-    old["in all"] = (sum(row[0] for row in old.values()), sum(row[1] for row in old.values()))
-    rows = [f"{'room':<24} {'statements':>10} {'covered':>9} {'share':>8} {'baseline':>9}"]
-    for room, (statements, covered) in new.items():
-        share = _share(*old[room]) if old.get(room, (0, 0))[0] else "-"
-        rows.append(f"{room:<24} {statements:>10,} {covered:>9,} {_share(statements, covered):>8} {share:>9}")
-    return "\n".join(rows)
-
-
-def _share(statements: int, covered: int) -> str:
-    return f"{100 * covered / statements:.2f} %" if statements else "-"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,13 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = run(["-n", options.workers, "--dist", "worksteal", *chosen], interpreter=interpreter)
             if status:
                 print(f"pytest ended with status {status}: what failing tests do not reach counts as uncovered")
-    files, before = measured(), load()
-    print(report(before, files))
-    lines = lost(before, files)
+    uncovered = measured()
+    lines = lost(load(), uncovered)
     for line in lines:
         print(f"{line.file}:{line.number}: {line.function}: {line.text}")
     if options.save:
-        save(files)
+        save(uncovered)
         return 0
     return 1 if lines else 0
 
