@@ -88,13 +88,8 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
             raise ValueError(f"{name}: expected an integer above 0, got {value!r:.80}")
         return value
 
-    dtype = (
-        fields.get("torch_dtype")
-        or fields.get("dtype")
-        or config.get("torch_dtype")
-        or config.get("dtype")
-        or "bfloat16"
-    )
+    types = [part.get(name) for part in (fields, config) for name in ("torch_dtype", "dtype")]
+    dtype = next(filter(None, types), "bfloat16")
     layers = number("num_hidden_layers")
     if fields.get("kv_lora_rank") is not None:
         # MLA keeps one latent and a rotary key for all heads.

@@ -43,8 +43,8 @@ from kvpool.device.cuda.cuda_memory import (
     pinned_memory,
     zeroed_array,
 )
-from kvpool.device.cuda.cuda_streams import CudaEvent, EventPool, UsedStreams
-from kvpool.device.cuda.launcher import Buffers, CudaLauncher
+from kvpool.device.cuda.cuda_streams import CudaEvent, UsedStreams
+from kvpool.device.cuda.launcher import CudaLauncher
 from kvpool.device.cuda.runtime import (
     GONE,
     CopySettings,
@@ -146,7 +146,7 @@ def launcher_at(address: int) -> CudaLauncher:
     with _launchers_lock:
         if index not in _launchers:
             calls = RuntimeCalls(cupy.cuda.runtime, index, find_driver())
-            _launchers[index] = CudaLauncher(cupy, calls, EventPool(cupy, calls), Buffers(cupy, calls))
+            _launchers[index] = CudaLauncher(cupy, calls)
         return _launchers[index]
 
 
@@ -244,11 +244,9 @@ class CudaDevice(Device):
         default = KERNELS if _version(self.gpu.capability) >= _TESTED_FROM else ()
         self.kernels = {path for path in KERNELS if path == choice or path in (default if named is None else named)}
         self.self_test = bool(self.settings.self_test)
-        self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
+        self._launcher = CudaLauncher(self._cupy, self._calls, self.settings.copy_thread_blocks)
+        self._events, self._buffers = self._launcher.events, self._launcher.buffers
         self._streams = UsedStreams(self._calls, self._events)
-        self._launcher = CudaLauncher(
-            self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
-        )
         self.calibration = calibrations.chosen(choice, self.gpu)
         self._batch = find_batch(self._calls.driver.library) if self._launcher.same_addresses else None
         self._engines = (PLAIN,) if self._batch is None else (PLAIN, BATCHED)
@@ -277,8 +275,7 @@ class CudaDevice(Device):
         return array
 
     def _pin(self, make: Callable[..., PinnedRange]) -> Uint8s:
-        idle = partial(self._streams.synchronize, closing=True)
-        memory = pinned_memory(self._calls, partial(make, idle=idle))
+        memory = pinned_memory(self._calls, make, partial(self._streams.synchronize, closing=True))
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
@@ -287,7 +284,7 @@ class CudaDevice(Device):
         if pin and memory.address % mmap.PAGESIZE:
             raise ValueError(f"memory: expected memory from the start of a page, got {memory.address:#x}")
         if not pin:
-            check_adopted(self._calls, memory, tier, self.index)
+            check_adopted(self._calls, memory, tier)
         if tier != "host":
             return self.views.array(memory)
         name = "tier" if pin else "host_memory"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ CHUNK_BYTES = 1 << 30
 """How many bytes are registered at once: whole pages. Some drivers refuse more, and progress could not be shown."""
 _TOUCHED_BYTES = 64 << 20
 _QUIET_SECONDS = 2
-Host = TypeVar("Host", bound="PinnedRange")
 
 
 class PinnedRange:
@@ -299,9 +298,9 @@ class DeviceMemory:
                 runtime.free(self.ptr)
 
 
-def check_adopted(calls: RuntimeCalls, memory: StridedArray, tier: str, index: int) -> None:
-    """Raise ValueError unless memory of the caller lies on GPU ``index``, or is for the host tier. Waits for everything
-    enqueued, which may still write it. Raises DeviceError."""
+def check_adopted(calls: RuntimeCalls, memory: StridedArray, tier: str) -> None:
+    """Raise ValueError unless memory of the caller lies on the GPU of ``calls``, or is for the host tier. Waits for
+    everything enqueued, which may still write it. Raises DeviceError."""
     with calls("cudaPointerGetAttributes", unsafe=True) as runtime:
         attributes = runtime.pointerGetAttributes(memory.address)
         runtime.deviceSynchronize()
@@ -309,10 +308,11 @@ def check_adopted(calls: RuntimeCalls, memory: StridedArray, tier: str, index: i
         return
     if (
         attributes.type not in (calls.runtime.memoryTypeDevice, calls.runtime.memoryTypeManaged)
-        or attributes.device != index
+        or attributes.device != calls.index
     ):
         raise ValueError(
-            f"device_memory: {memory.address:#x} is no memory of GPU {index}, which is the one that this device is"
+            f"device_memory: {memory.address:#x} is no memory of GPU {calls.index}, which is the one that this device "
+            "is"
         )
 
 
@@ -326,14 +326,14 @@ def gpu_array(cupy: Any, memory: StridedArray, index: int) -> Any:
     return cupy.ndarray(memory.shape, dtype, memptr=cupy.cuda.MemoryPointer(unowned, 0), strides=memory.steps)
 
 
-def pinned_memory(calls: RuntimeCalls, make: Callable[..., Host]) -> Host:
-    """What ``make``, a PinnedRange that lacks only ``processors``, makes of those near the GPU of ``calls``. Raises
-    MemoryError, ValueError, DeviceError."""
+def pinned_memory(calls: RuntimeCalls, make: Callable[..., PinnedRange], idle: Callable[[], None]) -> PinnedRange:
+    """What ``make``, a PinnedRange that lacks only ``processors`` and ``idle``, makes of processors near the GPU of
+    ``calls``. Raises MemoryError, ValueError, DeviceError."""
     with calls("cudaDeviceGetPCIBusId") as runtime:
         near = processors_near(runtime.deviceGetPCIBusId(calls.index))
     try:
         with calls("cudaHostRegister", unsafe=True):
-            return make(processors=near)
+            return make(processors=near, idle=idle)
     except MemoryError as error:
         if isinstance(error.__cause__, DeviceError) and error.__cause__.sticky:
             raise error.__cause__ from None

@@ -190,14 +190,13 @@ class CudaLauncher:
     link to the host, 0 for as many as its kind needs. Thread-safe, but one thread at a time copies blocks or fragments.
     """
 
-    def __init__(
-        self, cupy: Any, calls: RuntimeCalls, events: EventPool, buffers: Buffers, thread_blocks: int = 0
-    ) -> None:
+    def __init__(self, cupy: Any, calls: RuntimeCalls, thread_blocks: int = 0) -> None:
         self._cupy, self._calls = cupy, calls
+        self.events, self.buffers = EventPool(cupy, calls), Buffers(cupy, calls)
         self._lock = threading.Lock()
         self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         """Kernels of CuPy, and their handles on this GPU."""
-        self.uploads = Uploads(calls, events, buffers)
+        self.uploads = Uploads(calls, self.events, self.buffers)
         self.uploaded = self.uploads.uploaded
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))

@@ -463,14 +463,8 @@ class SimDevice(Device):
             raise TypeError(f"function: expected a callable without arguments, got {function!r:.80}")
         graph = self._graphs.get(stream_argument(stream).handle)
         if graph is not None:
-            named: dict[str, Any] = {
-                "reads": reads,
-                "writes": writes,
-                "loads": loads,
-                "stores": stores,
-                "layers": layers,
-            }
-            graph.append(lambda on: self.launch(on, function, **named))
+            what = partial(self.launch, function=function, reads=reads, writes=writes, layers=layers)
+            graph.append(partial(what, loads=loads, stores=stores))
             return
         with self._lock, self._entered():
             self._launch("launch", stream, function, *self._rows(reads, writes, loads, stores), layers)
