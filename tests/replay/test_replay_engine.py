@@ -219,7 +219,3 @@ def test_requests_that_cannot_fit_are_skipped_and_named() -> None:
     assert summary.requests == 2 and summary.planned == 3
     assert summary.skipped == ["request 1 (line 2): 65 tokens need 5 blocks"]
     assert sum(seen) == 3
-
-
-# ----------------------------------------
-# The summary says the same as text and as JSON, and reads well when there is nothing to say.

@@ -14,7 +14,6 @@ pytest.importorskip("cryptography")
 from kvpool.__main__ import main
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.storage import MemoryStore
-from kvpool.storage.backends.peer.store_server import StoreServer
 from kvpool.storage.store import Store
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, synthetic
 from kvpool.tools.replay import engine as replay_engine
@@ -145,18 +144,6 @@ def test_the_command_keeps_blocks_on_disk_for_its_next_run(tmp_path: Path, capsy
         said.append(capsys.readouterr().out)
     assert "0 of them from an earlier run: it started cold" in said[0]
     assert "it started warm" in said[1] and "blocks of the store" in said[1]
-
-
-@pytest.mark.exhaustive
-def test_the_command_keeps_blocks_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text("5a" * 32)
-    with StoreServer(MemoryStore(1 << 28), block_bytes=4096, secret_file=secret) as server:
-        text = f"peer:{server.endpoint}?secret_file={secret}"
-        for _ in range(2):
-            assert main([*COMMAND, "--device", "cpu", "--store", text]) == 0
-    assert "it started warm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

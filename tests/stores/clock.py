@@ -8,14 +8,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from kvpool.storage.choice import Load, LoadOrCompute
-from kvpool.tools.replay.traces import stream_trace
-from tests.data import recorded
 
 TOKENS, BLOCK_BYTES = 16, 2 << 20
 """Tokens and bytes of a block of an 8 billion parameter model with 8 KV heads, in bfloat16."""
@@ -56,22 +53,8 @@ class World:
     seed: int = 1
 
 
-def trace_arrivals(trace: Path, limit: int | None = None) -> list[Arrival]:
-    """The requests of a trace, with an unbounded store that nothing is in front of."""
-    seen: set[int] = set()
-    arrivals = []
-    for _, request in stream_trace(str(trace), limit=limit):
-        assert request.hash_ids is not None and request.timestamp is not None
-        ids, size = request.hash_ids.tolist(), request.tokens_per_id
-        lead = next((at for at, block_id in enumerate(ids) if block_id not in seen), len(ids))
-        there = min(lead * size, request.input_length - 1) // TOKENS
-        seen.update(ids)
-        arrivals.append(Arrival(request.timestamp, request.input_length, there))
-    return arrivals
-
-
 def made_arrivals(count: int, seed: int) -> list[Arrival]:
-    """Requests like those of the trace: four of ten tokens are found again, and lengths differ widely."""
+    """Requests like those of chats: four of ten tokens are found again, and lengths differ widely."""
     random = np.random.default_rng(seed)
     times = np.cumsum(random.exponential(0.3, count)).tolist()
     lengths = np.clip(random.lognormal(8.9, 1.0, count), 64, 126_000).astype(int).tolist()
@@ -80,12 +63,6 @@ def made_arrivals(count: int, seed: int) -> list[Arrival]:
         Arrival(time, length, int(share * (length - 1)) // TOKENS)
         for time, length, share in zip(times, lengths, shares, strict=True)
     ]
-
-
-def arrivals(limit: int) -> list[Arrival]:
-    """The recorded trace if ``KVPOOL_TRACES`` names its folder, made requests otherwise."""
-    trace = recorded()
-    return made_arrivals(limit, seed=1) if trace is None else trace_arrivals(trace, limit)
 
 
 class _Transfer:
@@ -111,7 +88,6 @@ class Simulation:
         self.engine_free = self.backlog = 0.0
         self.ready: list[tuple[float, int, float, Callable[[], None]]] = []
         self.first_tokens: list[float] = []
-        self.late = 0
 
     def run(self) -> np.ndarray:
         if self.world.alone:
@@ -155,7 +131,6 @@ class Simulation:
             if late or transfer.came == load.blocks:
                 transfer.over = True
                 del self.waiting[transfer]
-                self.late += late
                 if self.policy == "choice":
                     queued = transfer.began - arrived if transfer.began >= 0 else elapsed
                     self.choice.end(load, transfer.came, elapsed, queued)

@@ -10,9 +10,9 @@ import pytest
 from asv_bench.load_grid import cell, lost_most
 from kvpool.storage.choice import BUDGET, Load, LoadOrCompute
 from tests.seeds import some_of
-from tests.stores.clock import World, arrivals, grid, made_arrivals, means
+from tests.stores.clock import World, grid, made_arrivals, means
 
-REQUESTS = arrivals(600)
+REQUESTS = made_arrivals(600, seed=1)
 MIB = 1 << 20
 
 
