@@ -110,11 +110,40 @@ def test_sizes_become_blocks(
         ("replay --model llama-3-8b", "--model needs --device-memory or --device-blocks"),
         ("replay --model llama-3-8b --block-bytes 64", "leave out --block-bytes"),
         ("replay --format qwen", "--format, .* describe a TRACE, and none is given"),
+        ("plan --plot plan.pdf", r"--plot: 'plan.pdf' does not end in .png, .svg, .html"),
+        ("plan --model gpt-5", "expected a config.json or one of .*, got 'gpt-5'"),
+        ("plan --model llama-3-8b --layers 3", "--layers is instead of --model"),
+        ("plan --layers 3", "--kv-heads, --head-dim must be given too"),
+        ("plan --layers 3 --kv-heads 1 --head-dim 8 --planes 3", "planes: expected 1 to 2.*got 3"),
+        ("plan --dtype float7", "dtype: expected .*got 'float7'"),
+        ("plan --host-memory 1GiB", "a host tier needs --device-memory or --device-blocks"),
+        ("plan --device-memory 1", "--device-memory: expected one block .*got 1 bytes"),
+        ("plan --prefill-tokens-per-second 0", "prefill_tokens_per_second: expected a number above 0.*got 0.0"),
+        ("plan --link-bandwidth nan", "link_bandwidth: expected a number above 0, got nan"),
+        ("plan --link-latency -1", "link_latency: expected .*got -1.0"),
+        ("plan --sample 2", "expected 0 to 1, got 2"),
+        ("plan --store", "a store needs --device-memory or --device-blocks"),
+        ("plan --device-blocks 9 --store-bandwidth 0", "store_bandwidth: expected a number above 0.*got 0.0"),
+        ("plan --device-blocks 9 --store-latency nan", "store_latency: expected .*got nan"),
+        ("plan --limit 20 --policies agent lur", "argument --policies: "),
+        ("plan --limit 20 --policies agent --at 500 1", r"--at 1: the longest request needs \d+ blocks"),
+        ("plan --limit 20 --policies --sample 0.5", "expected 1"),
+        ("plan --at 500", "--at needs --policies"),
+        ("plan --say stop", "--say needs --policies"),
+        ("replay --limit 5 --verify --policies", "--verify is not for --policies"),
+        ("replay --limit 5 --store memory: --policies", "--store is not for --policies"),
+        ("replay --limit 5 --device sim --policies", "--device sim is not for --policies"),
+        ("replay --limit 5 --metrics-port 0 --policies", "--metrics-port is not for --policies"),
+        ("replay --store floppy:/a", "--store: store: expected"),
+        ("replay --store memory:", "--store: "),
+        ("replay --store memory:?capacity=1MiB --device sim", "no --device sim"),
+        ("replay --store-wait 3", "--store-wait is of --store"),
+        ("replay --store memory:?capacity=1MiB --store-wait 0", "--store-wait: expected 0.001"),
     ],
 )
 def test_wrong_usage_says_what_is_accepted(arguments: str, reason: str, capsys: Output) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(arguments.split())
+        sys.exit(main(arguments.split()))
     assert ended.value.code == 2 and re.search(reason, capsys.readouterr().err)
 
 

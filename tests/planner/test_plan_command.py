@@ -196,33 +196,6 @@ def test_a_chart_that_cannot_be_written_is_an_error_of_the_user(
     assert out == "" and 'pip install ".[plot]"' in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("--plot plan.pdf", r"--plot: 'plan.pdf' does not end in .png, .svg, .html"),
-        ("--model gpt-5", "expected a config.json or one of .*, got 'gpt-5'"),
-        ("--model llama-3-8b --layers 3", "--layers is instead of --model"),
-        ("--layers 3", "--kv-heads, --head-dim must be given too"),
-        ("--layers 3 --kv-heads 1 --head-dim 8 --planes 3", "planes: expected 1 to 2.*got 3"),
-        ("--dtype float7", "dtype: expected .*got 'float7'"),
-        ("--host-memory 1GiB", "a host tier needs --device-memory or --device-blocks"),
-        ("--device-memory 1", "--device-memory: expected one block .*got 1 bytes"),
-        ("--prefill-tokens-per-second 0", "prefill_tokens_per_second: expected a number above 0.*got 0.0"),
-        ("--link-bandwidth nan", "link_bandwidth: expected a number above 0, got nan"),
-        ("--link-latency -1", "link_latency: expected .*got -1.0"),
-        ("--sample 2", "expected 0 to 1, got 2"),
-        ("--store", "a store needs --device-memory or --device-blocks"),
-        ("--device-blocks 9 --store-bandwidth 0", "store_bandwidth: expected a number above 0.*got 0.0"),
-        ("--device-blocks 9 --store-latency nan", "store_latency: expected .*got nan"),
-    ],
-)
-def test_wrong_usage_says_what_is_accepted(arguments: str, reason: str, capsys: Output) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", *arguments.split()])
-    assert caught.value.code == 2
-    assert re.search(reason, capsys.readouterr().err)
-
-
 def test_an_empty_sample_is_an_error(trace: str, capsys: Output) -> None:
     assert main(["plan", trace, "--sample", "0"]) == 2
     assert "sample: expected 1e-06 to 1, got 0.0" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -135,25 +134,3 @@ def test_the_plan_says_it_as_text_json_and_chart(tmp_path: Path, capsys: pytest.
         assert f"{rate:.2%}" in text
     assert re.search(r"agent: the same hits as LRU with \d+% of the memory", text)
     assert "What a policy finds (the engine says future)" in chart.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("--policies agent lur", "argument --policies: "),
-        ("--policies agent --at 500 1", r"--at 1: the longest request needs \d+ blocks"),
-        ("--policies --sample 0.5", "expected 1"),
-        ("--at 500", "--at needs --policies"),
-        ("--say stop", "--say needs --policies"),
-    ],
-)
-def test_what_the_command_cannot_compare_is_an_error_of_the_user(
-    arguments: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        sys.exit(main(["plan", "--limit", "20", *arguments.split()]))
-    assert re.search(reason, capsys.readouterr().err)
-
-
-# ----------------------------------------
-# The tables of policies: each has a row for each capacity, and where all fits, every policy hits the same.

@@ -86,15 +86,6 @@ def test_the_command_prints_each_policy_beside_lru_and_the_optimum(
     assert list(json.loads(capsys.readouterr().out)["hits"]) == [LRU, "reuse", "agent", "adaptive"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--verify"], ["--store", "memory:"], ["--device", "sim"], ["--metrics-port", "0"]]
-)
-def test_what_needs_bytes_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["replay", "--limit", "5", *arguments, "--policies"])
-    assert f"{' '.join(arguments[: 1 + (arguments[0] == '--device')])} is not for --policies" in capsys.readouterr().err
-
-
 def test_an_interrupted_comparison_has_the_policies_that_came_to_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,22 +146,6 @@ def test_the_command_keeps_blocks_on_disk_for_its_next_run(tmp_path: Path, capsy
     assert "it started warm" in said[1] and "blocks of the store" in said[1]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--store", "floppy:/a"], "--store: store: expected"),
-        (["--store", "memory:"], "--store: "),
-        (["--store", "memory:?capacity=1MiB", "--device", "sim"], "no --device sim"),
-        (["--store-wait", "3"], "--store-wait is of --store"),
-        (["--store", "memory:?capacity=1MiB", "--store-wait", "0"], "--store-wait: expected 0.001"),
-    ],
-)
-def test_wrong_usage_of_a_store_is_named(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([*COMMAND, *more])
-    assert caught.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_a_store_that_cannot_be_opened_leaves_nothing_behind(store: MemoryStore) -> None:
     wrong = Wrong(store)
 
