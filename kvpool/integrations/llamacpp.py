@@ -38,7 +38,7 @@ from kvpool.integrations.llamacpp_settings import (
     checked_tokens,
     loaded_adapters,
 )
-from kvpool.integrations.local import LocalBlocks, state_keys
+from kvpool.integrations.local import LocalBlocks, state_key, state_keys
 from kvpool.integrations.options import LLAMACPP, LocalOptions, files_digest
 
 with LLAMACPP.imports():
@@ -463,7 +463,7 @@ def _identity(params: Any, weights: str | None) -> ModelIdentity:
 
 def _key_of(tokens: Tokens, adapters: Adapters) -> bytes:
     """The key of the state of all of these tokens, computed with these adapters."""
-    return state_keys(tokens.tolist(), _STEP, range(len(tokens), len(tokens) + 1), adapters.key)[0]
+    return state_key(tokens.tolist(), _STEP, adapters.key)
 
 
 def _common(first: Tokens, other: Tokens) -> int:

@@ -334,5 +334,10 @@ def state_keys(tokens: Sequence[int], step: int, lengths: range, settings: bytes
     ]
 
 
+def state_key(tokens: Sequence[int], step: int, settings: bytes = b"") -> bytes:
+    """The key of the state of all of these tokens. ``settings`` as for ``prefix_keys``."""
+    return state_keys(tokens, step, range(len(tokens), len(tokens) + 1), settings)[0]
+
+
 def _pieces_of(key: bytes, count: int) -> list[bytes]:
     return [key + number.to_bytes(4, "little") for number in range(count)]

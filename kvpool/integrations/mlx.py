@@ -25,7 +25,7 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.integrations.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
+from kvpool.integrations.local import Bytes, LocalBlocks, Places, prefix_keys, state_key, state_keys
 from kvpool.integrations.options import MLX, PromptCacheOptions, files_digest
 from kvpool.pool.explain import Missed
 
@@ -205,7 +205,7 @@ class _Shelf(NamedTuple):
         keys = prefix_keys(tokens, step)[1:]
         try:
             if self.layout.has_states:
-                data = self.blocks.state(state_keys(tokens, step, range(len(tokens), len(tokens) + 1))[0])
+                data = self.blocks.state(state_key(tokens, step))
                 if data is None:
                     return None
                 snapshot = self.layout.opened(data)
@@ -236,8 +236,7 @@ class _Shelf(NamedTuple):
             lambda places, rows: self.layout.write(caches, places, blocks.memory, rows),
         )
         if self.layout.has_states:
-            key = state_keys(kept_tokens, step, range(len(kept_tokens), len(kept_tokens) + 1))[0]
-            blocks.put_state(key, self.layout.snapshot(caches, len(kept_tokens)))
+            blocks.put_state(state_key(kept_tokens, step), self.layout.snapshot(caches, len(kept_tokens)))
         blocks.poll()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvpool.integrations.options import PART, SGLANG, SHARED
-from kvpool.integrations.staged import StagedBlocks, check_store
+from kvpool.integrations.staged import StagedBlocks, check_store, leading
 from kvpool.storage.store import Bytes
 
 with SGLANG.imports():
@@ -157,7 +157,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many of the first pages there are."""
-        return _leading(self._find(PoolName.KV, keys))
+        return leading(self._find(PoolName.KV, keys))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         return self.batch_get([key], [target_location])[0]
@@ -203,7 +203,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """How many of the first pages can be restored, given what the other pools need beside ``kv``."""
-        leading_pages = _leading(self._find(PoolName.KV, keys))
+        leading_pages = leading(self._find(PoolName.KV, keys))
         hits: dict[str, int] = {PoolName.KV: leading_pages} if leading_pages else {}
         lengths = list(range(1, leading_pages + 1))
         for transfer in pool_transfers or ():
@@ -304,10 +304,6 @@ class KVPoolHiCacheStorage(HiCacheStorage):
 
 def _names(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
-
-
-def _leading(present: Sequence[bool]) -> int:
-    return present.index(False) if False in present else len(present)
 
 
 def _restorable(present: Sequence[bool], needed: int) -> list[int]:

@@ -41,6 +41,11 @@ def check_store(options: EngineOptions, **names: str | int | None) -> None:
     open_store(options.stores[0], part="check", **names)
 
 
+def leading(present: Sequence[bool]) -> int:
+    """How many of the first ones are there."""
+    return present.index(False) if False in present else len(present)
+
+
 @dataclass(eq=False)
 class _Hit:
     """Blocks that were found together. A hit that has lapsed delays no other, and its load returns nothing."""
@@ -222,10 +227,10 @@ class StagedBlocks:
         stored = self.find(names)
         if self._hits is None or not any(stored):
             return stored
-        leading = stored.index(False) if False in stored else len(stored)
-        worth = self._hits.worth(names[:leading], self.worker.now())
-        self.declined += leading - worth
-        return stored if worth == leading else [True] * worth + [False] * (len(names) - worth)
+        there = leading(stored)
+        worth = self._hits.worth(names[:there], self.worker.now())
+        self.declined += there - worth
+        return stored if worth == there else [True] * worth + [False] * (len(names) - worth)
 
     def load(self, names: Sequence[bytes], put: Copy) -> list[bool]:
         """Load blocks. ``put(place, row)`` gets the bytes uint8[block_bytes] of each block that came, and copies them:

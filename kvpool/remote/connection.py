@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +114,8 @@ class Connection:
         self._key = credentials.wire_key
         self.timeout_ms = timeout_ms
         self._most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + _BUFFER_BYTES
-        self._number = 0
+        self.number = itertools.count(1).__next__
+        """Gives a number for the next message."""
         self.welcome: Any = None
         self._flow: Flow | None = None
         self._session: Session | None = None
@@ -139,11 +141,6 @@ class Connection:
         received = self.ask(replace(hello, id=self.number()), [], kind, stop)
         self.welcome = received.message
         return received
-
-    def number(self) -> int:
-        """A number for the next message."""
-        self._number += 1
-        return self._number
 
     def send(self, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = ()) -> None:
         """Send a message, after ``greet``. Blocks are sealed."""

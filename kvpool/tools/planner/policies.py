@@ -23,6 +23,9 @@ import numpy as np
 
 from kvpool.common.arrays import Int32s, Int64s, Uint8s
 from kvpool.common.arrays.layout import BlockLayout
+from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.cpu import CpuDevice
+from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.arrays import PolicyName
 from kvpool.tools.planner.stack import belady, follow
@@ -182,6 +185,33 @@ def choose_capacities(survey: Survey) -> list[int]:
 # -- a pool --------------------------------------------------------------------------------------
 
 
+class DecidingDevice(CpuDevice):
+    """A device whose pool decides only: it copies nothing."""
+
+    copies = False
+
+    def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+        """Copy nothing."""
+
+
+def deciding_pool(
+    device_blocks: int, host_blocks: int, active: int, longest: int, policy: PolicyName, clock: Callable[[], int]
+) -> KVCacheManager:
+    """A pool without KV bytes, whose blocks are one token each. ``longest``: the most blocks of a sequence."""
+    return KVCacheManager(
+        BlockLayout(layers=1, kv_heads=1, head_dim=1, tokens_per_block=1, dtype="uint8", planes=1),
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        device=DecidingDevice(),
+        max_sequences=active,
+        max_sequence_tokens=longest,
+        policy=policy,
+        partial_reuse=False,
+        clock=clock,
+        secret=bytes(32),
+    )
+
+
 def hints(request: Request, said: Said) -> dict[str, Any]:
     """What an engine says when it releases a request, as arguments of ``release``."""
     if said == "stop" and request.stop in _STOPS:
@@ -195,22 +225,11 @@ def hints(request: Request, said: Said) -> dict[str, Any]:
 def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: PolicyName, said: Said = "nothing") -> int:
     """How many prompt blocks are found when requests of up to ``longest`` blocks are played through a pool of
     ``capacity`` device blocks."""
-    # A block is one token here. One more is for the last token of a prompt, which is never found.
-    layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
     now_ms = [0]
     hits = 0
     fresh = FRESH
-    with KVCacheManager(
-        layout,
-        device_blocks=capacity + 1,
-        device="cpu",
-        max_sequences=1,
-        max_sequence_tokens=longest + 1,
-        policy=policy,
-        partial_reuse=False,
-        clock=lambda: now_ms[0],
-        secret=bytes(32),
-    ) as cache:
+    # One block more is for the last token of a prompt, which is never found.
+    with deciding_pool(capacity + 1, 0, 1, longest + 1, policy, clock=lambda: now_ms[0]) as cache:
         for request, blocks, prompt, lookups, private in uses:
             now_ms[0] = request.arrival_ms
             admitted = cache.add_sequence_batch([cache.block_keys(np.append(blocks[:prompt] + 1, 0))])

@@ -14,19 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.common.arrays import Int32s, Int64s
-from kvpool.common.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, Stream
-from kvpool.device.cpu import CpuDevice
-from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.arrays import PolicyName
-from kvpool.tools.planner.policies import FRESH, LRU, MIN, min_hits, next_uses
+from kvpool.tools.planner.policies import FRESH, LRU, MIN, deciding_pool, min_hits, next_uses
 from kvpool.tools.planner.survey import Surveyor, Use
 from kvpool.tools.replay.content import Progress, Request
 from kvpool.tools.replay.engine import Admit, Append, Finish, ReplayConfig, schedule, worst_blocks
 from kvpool.tools.replay.summary import aligned, table
-
-_LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=1, tokens_per_block=1, dtype="uint8", planes=1)
 
 
 class BlocksFound(NamedTuple):
@@ -108,15 +102,6 @@ class ReplayTable:
         return "\n".join([*aligned(head), "", *table(*rows)])
 
 
-class DecidingDevice(CpuDevice):
-    """A device whose pool decides only: it copies nothing."""
-
-    copies = False
-
-    def copy_blocks(self, copy_ops: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
-        """Copy nothing."""
-
-
 def compare_replayed(
     requests: Sequence[Request],
     config: ReplayConfig,
@@ -187,17 +172,9 @@ def replay_hits(
     hits: Int64s = np.zeros(2, np.int64)
     running: dict[int, _HeldRequest] = {}
     steps = schedule(requests, device_blocks=config.device_blocks, active=config.active, tokens_per_block=size)
-    with KVCacheManager(
-        _LAYOUT,
-        device_blocks=config.device_blocks,
-        host_blocks=config.host_blocks,
-        device=DecidingDevice(),
-        max_sequences=config.active,
-        max_sequence_tokens=max((worst_blocks(use.request, size) for use in uses.values()), default=1),
-        policy=policy,
-        partial_reuse=False,
-        clock=lambda: now_ms[0],
-        secret=bytes(32),
+    longest = max((worst_blocks(use.request, size) for use in uses.values()), default=1)
+    with deciding_pool(
+        config.device_blocks, config.host_blocks, config.active, longest, policy, clock=lambda: now_ms[0]
     ) as cache:
         for step in steps:
             match step:

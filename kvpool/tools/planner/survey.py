@@ -399,7 +399,6 @@ class Surveyor:
         self._keep = keep
         self._found: list[tuple[Request, Int32s]] = []
         self._threshold = np.uint64(round(sample * 2**32))
-        self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
         self._tenants: dict[str | None, int] = {}
 
     @property
@@ -450,19 +449,12 @@ class Surveyor:
         tables.times[number] = nan if request.timestamp is None else request.timestamp
         blocks = tables.counts[stack.BLOCKS]
         tables.requests[number] = request.input_length, request.output_length, tenant, blocks, 0, 0
-        access = UsedBlocks(
-            tokens_per_id, size, lookups, keyed, full, self._seed(request), self._threshold, number, tenant
-        )
+        seed = np.frombuffer(namespace_digest(request.salt, request.adapter_id)[:8], np.uint64)[0]
+        access = UsedBlocks(tokens_per_id, size, lookups, keyed, full, seed, self._threshold, number, tenant)
         found = np.empty(keyed, np.int32)
         if self._keep:
             self._found[number:] = [(request, found)]
         stack.record(tables, access, ids, found)
-
-    def _seed(self, request: Request) -> np.uint64:
-        namespace = request.salt, request.adapter_id
-        if namespace not in self._seeds:
-            self._seeds[namespace] = np.frombuffer(namespace_digest(*namespace)[:8], np.uint64)[0]
-        return self._seeds[namespace]
 
     def survey(self) -> Survey:
         """Return the figures of all requests so far.
