@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -125,7 +127,10 @@ class Encoder:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def cleared(self) -> bytes:
-        return self._encode(Batch(time.time(), [AllBlocksCleared()], self._rank))
+        return self._payload([AllBlocksCleared()])
+
+    def _payload(self, messages: list[Message]) -> bytes:
+        return self._encode(Batch(time.time(), messages, self._rank))
 
     def payloads(
         self, events: Events, start: int, stop: int, blocks: int = BLOCKS_PER_MESSAGE
@@ -141,10 +146,10 @@ class Encoder:
             elif isinstance(message, BlockRemoved):
                 removed += len(message.block_hashes)
             if stored + removed >= blocks:
-                yield self._encode(Batch(time.time(), batch, self._rank)), stored, removed
+                yield self._payload(batch), stored, removed
                 batch, stored, removed = [], 0, 0
         if batch:
-            yield self._encode(Batch(time.time(), batch, self._rank)), stored, removed
+            yield self._payload(batch), stored, removed
 
     def _messages(self, events: Events, start: int, stop: int) -> Iterator[Message]:
         """Yield the messages of the events, span by span. Making lists of all at once would keep other threads
@@ -166,42 +171,34 @@ class Encoder:
         heads = events.records[np.array(bounds[:-1], np.int64)]
         parents = self._hashes(np.stack([heads["parent0"], heads["parent1"]], axis=1).view(np.uint64))
         labels: dict[int, Labels] = {}
-        removed: list[Any] = []
-        place = 0, 0
-        for i, (kind, tier, _, _, group, _, _, _, parent0, parent1, namespace) in enumerate(heads.tolist()):
-            low, high = bounds[i] - first, bounds[i + 1] - first
-            if removed and (kind != REMOVED or (tier, group) != place):
-                yield self._removed(removed, events.tiers[place[0]], place[1])
-                removed = []
+        end = 0
+        for (kind, tier, group), alike in groupby(heads.tolist(), itemgetter(0, 1, 4)):
+            run = list(alike)
+            begin, end = end, end + len(run)
             if kind == CLEARED:
-                yield AllBlocksCleared()
-            elif group not in self._specs:
-                continue
-            elif kind == REMOVED:
-                removed.extend(hashes[low:high])
-                place = tier, group
-            elif kind == STORED:
-                if namespace not in labels:
-                    labels[namespace] = Labels.of(events.name(namespace))
-                own = labels[namespace]
-                begins = own.root == (parent0, parent1)
-                yield BlockStored(
-                    hashes[low:high],
-                    None if begins else parents[i],
-                    tokens[low * width : high * width],
-                    width,
-                    own.lora_id,
-                    medium(events.tiers[tier]),
-                    own.lora_name,
-                    _extra_keys(events, bounds[i], bounds[i + 1], own, begins),
-                    own.salt,
-                    *self._specs[group],
-                )
-        if removed:
-            yield self._removed(removed, events.tiers[place[0]], place[1])
-
-    def _removed(self, hashes: Hashes, tier: str, group: int) -> BlockRemoved:
-        return BlockRemoved(hashes, medium(tier), self._specs[group].group_idx)
+                yield from [AllBlocksCleared() for _ in run]
+            elif group in self._specs and kind == REMOVED:
+                gone = hashes[bounds[begin] - first : bounds[end] - first]
+                yield BlockRemoved(gone, medium(events.tiers[tier]), self._specs[group].group_idx)
+            elif group in self._specs and kind == STORED:
+                for i, (*_, parent0, parent1, namespace) in enumerate(run, begin):
+                    low, high = bounds[i] - first, bounds[i + 1] - first
+                    if namespace not in labels:
+                        labels[namespace] = Labels.of(events.name(namespace))
+                    own = labels[namespace]
+                    begins = own.root == (parent0, parent1)
+                    yield BlockStored(
+                        hashes[low:high],
+                        None if begins else parents[i],
+                        tokens[low * width : high * width],
+                        width,
+                        own.lora_id,
+                        medium(events.tiers[tier]),
+                        own.lora_name,
+                        _extra_keys(events, bounds[i], bounds[i + 1], own, begins),
+                        own.salt,
+                        *self._specs[group],
+                    )
 
 
 def medium(tier: str) -> str:
