@@ -11,15 +11,15 @@ from kvpool import BlockLayout, KVCacheManager, Lease
 from kvpool.errors import BlockNotFound
 from kvpool.tools.replay import ReplayConfig, synthetic
 from tests import stress
-from tests.stress import EVENTS, ExpectedContents, Stress, StressConfig
+from tests.stress import REQUESTS, Stress, StressConfig
 
-REPLAY = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 1024, 64, device="cpu", verify=True, events=EVENTS)
+REPLAY = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 1024, 64, device="cpu", verify=True)
 CONFIG = StressConfig(REPLAY, reads=2_000, evictions=500)
 
 
 def failed() -> set[str]:
     """Run the stress, and return the names of the figures that are wrong."""
-    with Stress(synthetic(), CONFIG) as run:
+    with Stress(synthetic(REQUESTS), CONFIG) as run:
         return {figure.name for figure in run.run() if not figure.ok}
 
 
@@ -50,11 +50,11 @@ def test_a_block_found_in_one_step_and_pinned_in_the_next_is_caught(monkeypatch:
     assert any("blocks with wrong bytes" in failed() for _ in range(50))
 
 
-@pytest.mark.parametrize(("owner", "name"), [(KVCacheManager, "find_and_pin_host"), (ExpectedContents, "learn")])
+@pytest.mark.parametrize(("owner", "name"), [(KVCacheManager, "find_and_pin_host"), (Stress, "_look")])
 def test_an_error_of_either_thread_ends_the_run(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(owner, name, fail)
-    with Stress(synthetic(), CONFIG) as run, pytest.raises(RuntimeError, match="broken"):
+    with Stress(synthetic(REQUESTS), CONFIG) as run, pytest.raises(RuntimeError, match="broken"):
         run.run()
