@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -100,12 +101,18 @@ def collected_here() -> Iterator[None]:
     gc.enable()
 
 
-PLACES = ("copy_on", "batch", "launch", "record", "cuStreamWaitEvent", "cuEventCreate")
+PLACES = ("copy_on", "batch", "launch", "record", "cuStreamWaitEvent", "cuEventCreate", "cuMemHostAlloc")
+QUESTIONS = ("cuEventQuery", "cuStreamIsCapturing")
 
 
 @pytest.mark.usefixtures("collected_here")
-@pytest.mark.parametrize("status", [lab.INVALID, lab.OUT_OF_MEMORY, lab.ILLEGAL_ADDRESS])
-@pytest.mark.parametrize("call", [*PLACES, "cuMemHostAlloc"])
+@pytest.mark.parametrize(
+    ("call", "status"),
+    [
+        *product(PLACES, (lab.INVALID, lab.OUT_OF_MEMORY, lab.ILLEGAL_ADDRESS)),
+        *product(QUESTIONS, (lab.INVALID, lab.ILLEGAL_ADDRESS)),
+    ],
+)
 def test_a_pool_lives_through_a_call_that_fails_at_any_place_or_closes(driver: Driver, call: str, status: int) -> None:
     path, outcomes = CALLS.get(call, "kernel"), list[bool]()
     driver.quiet(1, 0.3)
@@ -119,15 +126,6 @@ def test_a_pool_lives_through_a_call_that_fails_at_any_place_or_closes(driver: D
     assert driver.in_use(collected=False) == before, "a closed pool gives everything back at once"
     if call in ("copy_on", "batch") and status == lab.INVALID:
         assert all(outcomes), "a refused copy costs its blocks, and no more"
-
-
-@pytest.mark.usefixtures("collected_here")
-@pytest.mark.parametrize("status", [lab.INVALID, lab.ILLEGAL_ADDRESS])
-@pytest.mark.parametrize("call", ["cuEventQuery", "cuStreamIsCapturing"])
-def test_a_pool_lives_through_a_question_that_fails_at_any_place_or_closes(
-    driver: Driver, call: str, status: int
-) -> None:
-    test_a_pool_lives_through_a_call_that_fails_at_any_place_or_closes(driver, call, status)
 
 
 def test_events_in_a_cycle_that_the_collector_finds_are_used_again(driver: Driver) -> None:
