@@ -496,8 +496,7 @@ class CudaDevice(Device):
         device = CudaDevice(self.index)
         device.kernels, device.self_test = self.kernels, self.self_test
         try:
-            paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *device._load_kernels()]
-            measurements = measure(device, paths, share=self._share)
+            measurements = measure(device, self._engines + device._load_kernels(), share=self._share)
         finally:
             device.close()
         self.calibration = calibrations.made(self.gpu, measurements)
