@@ -153,6 +153,8 @@ class ReplayConfig:
         The seed of the sim device's schedule.
     progress : float, default 0.5
         How early the sim device works, from 0 (as late as it may) to 1 (at once).
+    events : int, default 0
+        The number of events that the pool keeps for its readers.
     store : Store or None, default None
         Where blocks are saved, and loaded from before each admission. The replay opens and closes it.
     store_wait : float, default 10.0
@@ -174,6 +176,7 @@ class ReplayConfig:
     verify: bool = False
     seed: int = 0
     progress: float = 0.5
+    events: int = 0
     store: Store | None = None
     store_wait: float = 10.0
 
@@ -184,7 +187,7 @@ class ReplayConfig:
             raise ValueError("store: it stands behind the host tier, and there is none (host_blocks 0)")
         if not 0 < self.store_wait <= 3600:
             raise ValueError(f"store_wait {self.store_wait} is not more than 0, up to 3600 seconds")
-        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1)):
+        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
             value = getattr(self, name)
             if value < lowest:
                 raise ValueError(f"{name} {value} is not at least {lowest}")
@@ -244,7 +247,7 @@ class Replay(Closing):
             partial_reuse=config.partial,
             policy=config.policy,
             clock=lambda: self._now_ms,
-            event_capacity=0 if config.store is None else _STORE_EVENTS,
+            event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
             secret=getattr(config.store, "secret", None),
         )
         self._verifier: Verifier | None = None
@@ -279,8 +282,9 @@ class Replay(Closing):
             if self._storing is not None:
                 stack.callback(self._storing.close)
 
-    def run(self) -> Summary:
-        """Replay all requests and return the summary.
+    def run(self, requests: Iterable[Request] | None = None) -> Summary:
+        """Replay all requests and return the summary. ``requests`` come instead of those of the trace, while they are
+        made: the next one is asked for when the one before it is admitted or skipped.
 
         Raises
         ------
@@ -292,7 +296,8 @@ class Replay(Closing):
             The user interrupts the replay.
         """
         blocks, active = self.config.device_blocks, self.config.active
-        steps = schedule(self.trace.requests, device_blocks=blocks, active=active, tokens_per_block=self._size)
+        replayed = self.trace.requests if requests is None else requests
+        steps = schedule(replayed, device_blocks=blocks, active=active, tokens_per_block=self._size)
         self._begin = perf_counter()
         try:
             for step in steps:
