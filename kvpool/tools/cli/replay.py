@@ -7,7 +7,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -205,16 +205,21 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
         except AssertionError as error:
             failure = failure or error
     summary = replay.summary(interrupted=interrupted, failure=failure)
-    if not (interrupted or failure or config.verify) and summary.skipped and not summary.requests:
-        most = config.device_blocks * config.layout.tokens_per_block
-        wanted = f"expected requests of at most {most:,} tokens, which {config.device_blocks:,} device blocks hold"
-        got = f"{min(request.length for request in trace.requests):,} or more"
-        summary = replay.summary(failure=AssertionError(f"nothing was replayed: {wanted}, got {got}"))
-    if not (interrupted or failure) and summary.verified is not None and not summary.verified.released_tokens:
-        # A verification that compared no byte proves nothing.
-        counts = f"{summary.requests:,} requests were replayed, {len(summary.skipped):,} skipped"
-        summary = replay.summary(failure=AssertionError(f"nothing was verified: {counts}"))
+    if not (interrupted or failure):
+        summary = replace(summary, failure=_nothing_done(summary, trace, config))
     return status if summary.failure is None else FAILED, summary
+
+
+def _nothing_done(summary: Summary, trace: Trace, config: ReplayConfig) -> str | None:
+    """Why a replay proves nothing, if it does not."""
+    if summary.verified is not None and not summary.verified.released_tokens:
+        return f"nothing was verified: {summary.requests:,} requests were replayed, {len(summary.skipped):,} skipped"
+    if config.verify or summary.requests or not summary.skipped:
+        return None
+    most = config.device_blocks * config.layout.tokens_per_block
+    wanted = f"expected requests of at most {most:,} tokens, which {config.device_blocks:,} device blocks hold"
+    got = f"{min(request.length for request in trace.requests):,} or more"
+    return f"nothing was replayed: {wanted}, got {got}"
 
 
 def _store(options: argparse.Namespace) -> Any:

@@ -315,16 +315,8 @@ class WatchedDevice(WrappedDevice):
             self.away_ns += perf_counter_ns() - begin
 
     @contextmanager
-    def host_access(
-        self,
-        *,
-        reads: Any = None,
-        writes: Any = None,
-        loads: Sequence[Array] = (),
-        stores: Sequence[Array] = (),
-        outside: bool = False,
-    ) -> Iterator[Any]:
-        with self.inner.host_access(reads=reads, writes=writes, loads=loads, stores=stores, outside=outside) as access:
+    def host_access(self, *, writes: Any = None, **others: Any) -> Iterator[Any]:
+        with self.inner.host_access(writes=writes, **others) as access:
             yield access
         if self.verifier is not None and writes is not None:
             self.verifier.loaded(writes[:, 0])
