@@ -17,7 +17,7 @@ from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.errors import DeviceError
 from kvpool.state import records as fields
-from kvpool.state.verify import verify as verify_state
+from kvpool.state.verify import verify_states
 from tests import debug
 from tests.device.faults import FaultyDevice
 
@@ -103,7 +103,7 @@ class Rig(Engine):
         cached."""
         state = self.cache.core.tokens
         leased = [lease.blocks for lease in self.cache.leases]
-        verify_state(state, np.concatenate(leased) if leased else np.empty(0, np.int64))
+        verify_states(self.cache.core.states, np.concatenate(leased) if leased else np.empty(0, np.int64))
         for tier in debug.cached(state).values():
             for key, block in tier.items():
                 namespace, items = self.contents[key]

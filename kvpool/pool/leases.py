@@ -220,7 +220,7 @@ class Leases:
     ) -> Lease:
         """Open a lease without waiting. The caller holds the state lock, enqueues the copies for the lease, and then
         checks whether the device accepted them. Raises BlockNotFound."""
-        groups, new = self.core.states.groups, list[Lease]()
+        core, states, groups, new = self.core, self.core.states, self.core.states.groups, list[Lease]()
         block_ids = np.empty((len(groups), 0 if keys is None else len(keys)), np.int64)
         verb: partial[Any]
         if keys is None:
@@ -228,42 +228,32 @@ class Leases:
         else:
             verb = partial(control.pin_keys, groups, only, keys, tier, block_ids)
 
+        def made() -> Lease:
+            if keys is None:
+                assert ids is not None
+                blocks, named = ids, None
+                block_groups, _ = states.pool_ids.place(ids)
+            else:
+                block_groups, places = np.nonzero(block_ids != records.NONE)
+                blocks, named = block_ids[block_groups, places], keys[places].view(np.uint64)
+            what = read_only(blocks), block_groups, named, self._pools.addresses(blocks)
+            generation = int(groups[0, records.H.generation])
+            pins, hold = blocks.copy(), core.changes.hold
+            return Lease(self, self._count + 1, owner, generation, now_ms, *what, stream, hold, pins)
+
         def open_lease(error: int) -> None:
             if error:
                 return
             if not new:
-                new.append(self._made(keys, ids, block_ids, owner, now_ms, stream))
+                new.append(made())
             lease = new[0]
             self._count = max(self._count, lease.id)
             self._open[lease.id] = lease
-            self.core.note(WILL_READ, stream, lease.blocks)
+            core.note(WILL_READ, stream, lease.blocks)
 
-        if self.core.changes.run(verb, finish=open_lease):
+        if core.changes.run(verb, finish=open_lease):
             raise _not_found(keys, int(groups[0, records.H.detail]), tier, ids)
         return new[0]
-
-    def _made(
-        self,
-        keys: Ids | None,
-        ids: Ids | None,
-        block_ids: Ids,
-        owner: str,
-        now_ms: int,
-        stream: Stream | None,
-    ) -> Lease:
-        """Return the lease of blocks that were pinned by id, or by key in each group."""
-        states = self.core.states
-        if keys is None:
-            assert ids is not None
-            blocks, named = ids, None
-            block_groups, _ = states.pool_ids.place(ids)
-        else:
-            block_groups, places = np.nonzero(block_ids != records.NONE)
-            blocks, named = block_ids[block_groups, places], keys[places].view(np.uint64)
-        generation, at = int(states.groups[0, records.H.generation]), self._pools.addresses(blocks)
-        number = self._count + 1
-        hold, ids = self.core.changes.hold, read_only(blocks)
-        return Lease(self, number, owner, generation, now_ms, ids, block_groups, named, at, stream, hold, blocks.copy())
 
     def settle(self, hold: LockHold) -> list[Exception]:
         """Close the open leases that were taken under a hold, and whose copies the device has refused. All copies are

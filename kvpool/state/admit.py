@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import address_of, call, memcpy
 from kvpool.state.index import device_copy, look, partial_match
-from kvpool.state.policies.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock
+from kvpool.state.policies.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock, stop_clocks
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     DEVICE,
@@ -395,9 +395,7 @@ def _write_results(group, request, out):
 def _untime(group, row, out):
     """Remove claimed blocks from the expiries. This waits until the batch is known to fit, since a heap cannot be
     undone to the byte."""
-    for i in range(out.matched):
-        if row[i] != NONE:
-            stop_clock(group, row[i])
+    stop_clocks(group, row, out.matched)
     if out.source != NONE:
         stop_clock(group, out.source)
 

@@ -119,12 +119,6 @@ class PolicyState:
     def address(self) -> int:
         return int(self.policy_state.ctypes.data)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that grow with the number of blocks."""
-        arrays = self.chains, self.names, self.order, self.tier_lists, self.host_order, self.ghosts
-        return sum(array.nbytes for array in arrays)
-
 
 _IDS, _KEYS = np.zeros(0, np.int64), np.zeros((0, 3), np.int64)
 _TOKENS = np.zeros(0, np.int32)
@@ -338,12 +332,6 @@ class State:
             blocks["prev"][low + 1 : high] = np.arange(low, high - 1)
             blocks["next"][low : high - 1] = np.arange(low + 1, high)
             lists[which] = low, high - 1, high - low
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of state that grow with the number of blocks, without the tokens."""
-        nbytes = sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
-        return nbytes + (self.policy_state.nbytes if self.policy_state is not None else 0)
 
 
 class States:

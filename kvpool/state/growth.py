@@ -366,10 +366,16 @@ def rewinding(drop_tokens):
 
 
 @inline
-def note_dropped(sequence, count):
+def note_dropped(group, sequence, count):
     """Note that a sequence has become ``count`` tokens shorter."""
-    sequence.prompt = min(sequence.prompt, sequence.length)
+    length = sequence.length - count
+    full = length // group.width
+    sequence.length, sequence.blocks = length, blocks_for(group, length)
+    sequence.prompt, sequence.committed = min(sequence.prompt, length), min(sequence.committed, length)
+    sequence.reused = min(sequence.reused, full)
     sequence.dropped += count
+    if sequence.duplicates >= full:
+        sequence.duplicates = NONE
 
 
 @jit
@@ -385,12 +391,7 @@ def rewind_one(group, slot, count, stream):
     if length % group.width:
         _shorten(group, slot, length)
         emit_access(group, WILL_WRITE, stream, row[keep - 1])
-    full = length // group.width
-    sequence.length, sequence.blocks = length, keep
-    note_dropped(sequence, count)
-    sequence.committed, sequence.reused = min(sequence.committed, length), min(sequence.reused, full)
-    if sequence.duplicates >= full:
-        sequence.duplicates = NONE
+    note_dropped(group, sequence, count)
 
 
 rewind = rewinding(rewind_one)

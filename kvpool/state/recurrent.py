@@ -205,7 +205,7 @@ def _own(group, b, stream):
 def _rewind_one(group, slot, count, stream):
     sequence, row = sequences_of(group)[slot], table_of(group)[slot]
     length = sequence.length - count
-    columns, full = blocks_for(group, length), length // group.width
+    columns = blocks_for(group, length)
     at, written = _written(group, slot, length)
     state = NONE
     if written:
@@ -214,10 +214,7 @@ def _rewind_one(group, slot, count, stream):
     give_columns(group, slot, columns, sequence.blocks, FRONT)
     if written:
         row[columns - 1] = _own(group, state, stream)
-    sequence.length, sequence.blocks, sequence.reused = length, columns, min(sequence.reused, full)
-    note_dropped(sequence, count)
-    if sequence.duplicates >= full:
-        sequence.duplicates = NONE
+    note_dropped(group, sequence, count)
 
 
 rewind = rewinding(_rewind_one)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from kvpool.common.jit import inline, jit
 from kvpool.state.index import find_key
-from kvpool.state.policies.policy import free_blocks, nth_released, stop_clock
+from kvpool.state.policies.policy import free_blocks, nth_released, stop_clocks
 from kvpool.state.records import (
     DEVICE,
     EXTRA,
@@ -103,15 +103,6 @@ def _unclaim(group, slot, tier):
 
 
 @jit
-def _untime(group, slot, tier):
-    """Remove claimed blocks from the expiries, once everything is known to fit. A heap cannot be undone to the byte."""
-    targets = _target_blocks(group, slot, tier)
-    for i in range(sequences_of(group)[slot].blocks):
-        if targets[i] != NONE:
-            stop_clock(group, targets[i])
-
-
-@jit
 def _copy(group, b, copy, tokens, tier):
     """Give ``copy``, on ``tier``, the first ``tokens`` of ``b`` and all that is known about it. It can be found if
     ``b`` can."""
@@ -196,9 +187,11 @@ def _change_tier(group, ids, tier, now_ms):
     copied."""
     copied = 0
     for k in range(len(ids)):
+        slot = slot_of(ids[k])
         if tier == HOST:
-            _note_written(group, slot_of(ids[k]))
-        _untime(group, slot_of(ids[k]), tier)
+            _note_written(group, slot)
+        # Not before everything is known to fit: a heap cannot be undone to the byte.
+        stop_clocks(group, _target_blocks(group, slot, tier), sequences_of(group)[slot].blocks)
     begin(group, now_ms)
     expire(group, EXPIRIES_PER_CALL)
     for k in range(len(ids)):

@@ -48,7 +48,7 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.requests import column_key, kept_from
+from kvpool.state.requests import column_key
 
 IntArray = npt.NDArray[np.integer]
 
@@ -107,14 +107,6 @@ def _walk_children(groups, g, seen):
                 return b
             before, b = b, blocks[b].child_next
     return NONE
-
-
-@jit
-def _walk_windows(groups, g, seen):
-    """For each sequence, the first block after the sinks that it still needs, into ``seen``."""
-    group = group_at(groups, g)
-    for slot in range(group.sequences):
-        seen[slot] = kept_from(group, sequences_of(group)[slot].committed)
 
 
 @jit
@@ -264,10 +256,11 @@ def _sequences(state: State) -> Iterator[Check]:
         ((table != NONE) != occupied).any(axis=1),
         "row {} has ids behind its end, or holes that no window has passed",
     )
+    width, committed = state.tokens.shape[1], sequences["committed"].astype(np.int64)
     if state.header.window:
-        seen = np.zeros(len(sequences), np.int64)
-        _walk_windows(state.groups, state.group, seen)
-        wrong = live & (sequences["first"] > seen)
+        # What the next token sees, and the last full block, whose key is the parent of the next one.
+        needed = np.minimum((committed - int(state.header.window) + 1) // width, committed // width - 1)
+        wrong = live & (sequences["first"] > np.maximum(needed, sinks))
         yield "window", wrong, "sequence {} has given back what its next token sees"
     ids = table[occupied]
     outside = (ids < 0) | (ids >= len(blocks))
@@ -277,7 +270,6 @@ def _sequences(state: State) -> Iterator[Check]:
         return
     refs = np.bincount(ids, minlength=len(blocks))
     yield "references", refs != (blocks["ref_word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it"
-    width = state.tokens.shape[1]
     wrong = live & (
         (sequences["blocks"] != -(-sequences["length"] // width)) | (sequences["committed"] > sequences["length"])
     )
@@ -435,12 +427,6 @@ def findings(state: State, leased: IntArray) -> list[Finding]:
     )
     broken = (result for check in checks for result in check if np.any(result[1]))
     return [(name, text.format(int(np.flatnonzero(wrong)[0]))) for name, wrong, text in broken]
-
-
-def verify(state: State, leased: IntArray) -> None:
-    """Raise IntegrityError for the first invariant of one group that does not hold."""
-    for check, detail in findings(state, leased):
-        raise IntegrityError(check, detail)
 
 
 def together(states: States) -> list[Finding]:

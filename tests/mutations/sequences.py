@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_stays_among_the_expiries",
         "admit._untime",
-        "stop_clock(group, row[i])",
+        "stop_clocks(group, row, out.matched)",
         "pass",
         "A block of a running sequence expires, and is a victim.",
         ("tests/state/test_scenarios_eviction.py::test_a_plain_hit_keeps_priority_and_ttl",),

@@ -88,7 +88,7 @@ MUTATIONS = (
     # -- leases ------------------------------------------------------------------------------------------
     Mutation(
         "a_lease_shows_what_it_unpins",
-        "Leases._made",
+        "Leases.take",
         "read_only(blocks)",
         "blocks",
         "Whoever writes into what a lease shows unpins the blocks of others.",

@@ -17,7 +17,7 @@ from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import RaceError, SimDevice
 from kvpool.errors import DeviceError, IntegrityError
 from kvpool.state import records
-from kvpool.state.verify import verify
+from kvpool.state.verify import verify_states
 from tests import debug
 from tests.device.faults import FaultyDevice
 from tests.failing import Rig
@@ -209,7 +209,7 @@ def test_verify_sees_what_an_encoder_may_not_have(open_: Open, check: str, corru
     saved = state.blocks.copy(), state.sequences.copy()
     corrupt(state, sequence.id & 0xFFFFFFFF, engine.table(sequence, 1)[0])
     with pytest.raises(IntegrityError) as raised:
-        verify(state, np.empty(0, np.int64))
+        verify_states(engine.cache.core.states, np.empty(0, np.int64))
     assert raised.value.check == check
     state.blocks[:], state.sequences[:] = saved
 

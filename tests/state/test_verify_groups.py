@@ -15,7 +15,7 @@ from grouped import pool_of, seed
 from kvpool.device.sim import SimDevice
 from kvpool.errors import IntegrityError
 from kvpool.state.records import EMPTY
-from kvpool.state.verify import together, verify
+from kvpool.state.verify import together, verify_states
 
 A = list(range(100, 148))
 Corrupt = Callable[[Any, int], object]
@@ -65,7 +65,7 @@ def test_verify_sees_what_a_row_may_not_be(name: str) -> None:
     state = engine.states()[0]
     assert [i for i, block in enumerate(engine.table(sequence)) if block >= 0] == [3, 4, 5]
     with corrupted(engine, state, sequence, corrupt), pytest.raises(IntegrityError) as raised:
-        verify(state, np.empty(0, np.int64))
+        verify_states(engine.cache.core.states, np.empty(0, np.int64))
     assert raised.value.check == check
 
 

@@ -112,6 +112,14 @@ def stop_clock(group, b):
 
 
 @inline
+def stop_clocks(group, row, count):
+    """Remove the blocks in the first ``count`` columns of a row from the heap of deadlines."""
+    for i in range(count):
+        if row[i] != NONE:
+            stop_clock(group, row[i])
+
+
+@inline
 def place(group, b, deadline):
     """Put a block that is in no list at the back of the list of its content, with its ``deadline`` or a new one."""
     push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)
