@@ -10,7 +10,7 @@ from __future__ import annotations
 from kvpool.common.jit import inline, jit
 from kvpool.state.admit import write_tokens
 from kvpool.state.index import begun_tail, device_copy, find_key, host_copy
-from kvpool.state.policies.block_lists import BACK
+from kvpool.state.policies.block_lists import BACK, unlink
 from kvpool.state.policies.policy import (
     empty_blocks,
     evict_next,
@@ -18,7 +18,6 @@ from kvpool.state.policies.policy import (
     on_release,
     set_retention,
     stop_clock,
-    unlist,
 )
 from kvpool.state.records import (
     DEVICE,
@@ -204,7 +203,7 @@ ANY_TIER = -1
 def pin_block(group, b):
     if change_word(blocks_of(group), b, 0, 1) == 1 << 32:
         stop_clock(group, b)
-        unlist(group, b)
+        unlink(group, b)
 
 
 @inline

@@ -161,13 +161,13 @@ def put_back(groups, g, ids, before):
     The last of ``ids`` comes first. A block that has other content now, or is held by others, stays as it is.
     """
     group, behind = group_at(groups, g), NONE
-    blocks, lists = blocks_of(group), lists_of(group)
+    blocks = blocks_of(group)
     for i in range(len(ids)):
         b = ids[i]
         if blocks[b].list < 0 or blocks[b].key0 != before[i, 2]:
             before[i, 1] = NONE
             continue
-        unlink(blocks, lists, b)
+        unlink(group, b)
         blocks[b].used_at = np.uint32(before[i, 1])
     for i in range(len(ids)):
         prev = before[i, 0]
@@ -176,7 +176,7 @@ def put_back(groups, g, ids, before):
             behind = prev if later == 0 or later >> 31 else behind
     for i in range(len(ids)):
         if before[i, 1] != NONE:
-            push_after(blocks, lists, ids[i], ~blocks[ids[i]].list, behind)
+            push_after(group, ids[i], ~blocks[ids[i]].list, behind)
     return 0
 
 

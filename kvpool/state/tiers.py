@@ -11,7 +11,7 @@ from __future__ import annotations
 from kvpool.common.jit import inline, jit
 from kvpool.common.jit.intrinsics import bit_length, memcpy
 from kvpool.state.index import link, rival_child, unlink_content
-from kvpool.state.policies.block_lists import BACK
+from kvpool.state.policies.block_lists import BACK, relink, unlink
 from kvpool.state.policies.policy import (
     disown,
     expired,
@@ -20,10 +20,8 @@ from kvpool.state.policies.policy import (
     on_only_copy,
     on_release,
     place_only_copy,
-    relist,
     should_offload,
     take_victim,
-    unlist,
 )
 from kvpool.state.records import (
     BINS,
@@ -467,14 +465,14 @@ def enter(group, b, flag):
 def hold(group, b):
     """Add a reference. A block that nobody held leaves its list."""
     if add_reference(blocks_of(group), b) == 1:
-        unlist(group, b)
+        unlink(group, b)
 
 
 @inline
 def unhold(group, b):
     """Undo ``hold`` to the byte. Call it in the reverse order."""
     if drop_reference(blocks_of(group), b) == 0:
-        relist(group, b)
+        relink(group, b)
 
 
 @inline

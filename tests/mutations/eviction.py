@@ -244,7 +244,7 @@ MUTATIONS = (
         "a_settled_copy_is_not_timed",
         "on_only_copy",
         "place_only_copy(group, b, device, deadline)",
-        "push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)",
+        "_enlist(group, b, BACK)",
         "A priority that should end never does.",
         (_TTL[0],),
     ),

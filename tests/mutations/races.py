@@ -64,7 +64,7 @@ if blocks[b].flags & INDEXED:
     _evict(group, b, NONE)
     if find_key(group, blocks[b].key0, blocks[b].key1) >= group.device_blocks:
         blocks[b].list += LISTS_PER_TIER
-unlink(blocks, lists_of(group), b)
+unlink(group, b)
 """,
         "A device has more free blocks than it has blocks, and the count of used ones is negative.",
         (f"{_FIVE}::test_counts_stay_on_the_tier_of_their_block",),

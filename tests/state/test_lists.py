@@ -14,6 +14,7 @@ from kvpool.pool.transfer.levels import Levels
 from kvpool.state.arrays import GroupSizes, Settings, State, States, buckets
 from kvpool.state.index import bucket
 from kvpool.state.policies import block_lists
+from kvpool.state.records import group_at
 from kvpool.state.verify import findings
 from tests.debug import dump
 
@@ -22,23 +23,23 @@ from tests.debug import dump
 def state() -> State:
     """Four device and two host blocks, all in the lists of empty ones but for block 1, which has been taken out."""
     states = States([GroupSizes(4, 2)], Settings(4, 2, 4, bytes(16)))
-    block_lists.unlink(records(states[0]), states[0].lists, 1)
+    block_lists.unlink(header(states[0]), 1)
     return states[0]
 
 
-def records(state: State) -> Any:
-    """The blocks as jitted code and the interpreter take them."""
-    return state.blocks.view(np.recarray)
+def header(state: State) -> Any:
+    """The header of a group as jitted code and the interpreter take it."""
+    return group_at(state.groups, state.group)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda s: block_lists.unlink(records(s), s.lists, 1),
-        lambda s: block_lists.relink(records(s), s.lists, 0),
-        lambda s: block_lists.push(records(s), s.lists, 0, 35, block_lists.BACK),
-        lambda s: block_lists.push(records(s), s.lists, 5, 35, block_lists.FRONT),
-        lambda s: (block_lists.heap_push(records(s), s.heap, 2, 7), block_lists.heap_push(records(s), s.heap, 2, 8)),
+        lambda s: block_lists.unlink(header(s), 1),
+        lambda s: block_lists.relink(header(s), 0),
+        lambda s: block_lists.push(header(s), 0, 35, block_lists.BACK),
+        lambda s: block_lists.push(header(s), 5, 35, block_lists.FRONT),
+        lambda s: (block_lists.heap_push(header(s), 2, 7), block_lists.heap_push(header(s), 2, 8)),
     ],
     ids=["unlink", "relink", "push_back", "push_front", "heap_push"],
 )
@@ -50,12 +51,12 @@ def test_what_does_not_fit_raises(state: State, change: Callable[[State], object
 
 
 def test_unlinked_blocks_come_back_where_they_were(state: State) -> None:
-    block_lists.relink(records(state), state.lists, 1)
+    block_lists.relink(header(state), 1)
     before = dump(state)
     for b in (0, 2, 1, 4):
-        block_lists.unlink(records(state), state.lists, b)
+        block_lists.unlink(header(state), b)
     for b in (4, 1, 2, 0):
-        block_lists.relink(records(state), state.lists, b)
+        block_lists.relink(header(state), b)
     assert dump(state) == before and not findings(state, np.empty(0, np.int64))
 
 

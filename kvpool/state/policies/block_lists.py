@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from kvpool.common.jit import inline, jit
-from kvpool.state.records import DEVICE, EMPTY, HOST, LISTS_PER_TIER, LOWEST, NONE
+from kvpool.state.records import DEVICE, EMPTY, HOST, LISTS_PER_TIER, LOWEST, NONE, blocks_of, heap_of, lists_of
 
 FRONT, BACK = True, False  # of a list
 
 
 @inline
-def unlink(blocks, lists, b):
-    """Take a block out of its list."""
+def unlink(group, b):
+    """Take a block out of its list. It keeps its neighbours, for ``relink``, and its deadline."""
+    blocks, lists = blocks_of(group), lists_of(group)
     which, before, after = blocks[b].list, blocks[b].prev, blocks[b].next
     if which < 0:
         raise RuntimeError("a block was taken out of a list that is in none")
@@ -27,15 +28,16 @@ def unlink(blocks, lists, b):
 
 
 @inline
-def relink(blocks, lists, b):
-    """Put a block back into the list that it left, between its former neighbours. Nothing may have changed there
-    since."""
-    _link(blocks, lists, b, ~blocks[b].list)
+def relink(group, b):
+    """Undo ``unlink`` to the byte: put a block back between its former neighbours. Nothing may have changed there
+    since, so call it in the reverse order."""
+    _link(group, b, ~blocks_of(group)[b].list)
 
 
 @inline
-def _link(blocks, lists, b, which):
+def _link(group, b, which):
     """Put a block into a list, between the neighbours that it names."""
+    blocks, lists = blocks_of(group), lists_of(group)
     if blocks[b].list >= 0:
         raise RuntimeError("a block was put into a list that is in one")
     before, after = blocks[b].prev, blocks[b].next
@@ -60,28 +62,30 @@ def _lower(lists, which):
 
 
 @inline
-def push(blocks, lists, b, which, front):
+def push(group, b, which, front):
     """Put a block that is in no list at an end of one."""
+    blocks, lists = blocks_of(group), lists_of(group)
     blocks[b].prev = NONE if front else lists[which, 1]
     blocks[b].next = lists[which, 0] if front else NONE
-    _link(blocks, lists, b, which)
+    _link(group, b, which)
     _lower(lists, which)
 
 
 @jit
-def push_after(blocks, lists, b, which, before):
+def push_after(group, b, which, before):
     """Put a block that is in no list into one: after the block ``before`` if that is in it, else in front."""
+    blocks = blocks_of(group)
     if before == NONE or blocks[before].list != which:
-        push(blocks, lists, b, which, FRONT)
+        push(group, b, which, FRONT)
         return
     blocks[b].prev, blocks[b].next = before, blocks[before].next
-    _link(blocks, lists, b, which)
+    _link(group, b, which)
 
 
 @inline
-def lowest(lists, tier):
+def lowest(group, tier):
     """The first block of the lowest priority that has one, or NONE. Changes only where the search starts."""
-    base = tier * LISTS_PER_TIER
+    lists, base = lists_of(group), tier * LISTS_PER_TIER
     p = lists[LOWEST + tier, 0]
     while p < EMPTY and lists[base + p, 2] == 0:
         p += 1
@@ -117,9 +121,10 @@ def _sift_down(blocks, heap, place):
 
 
 @jit
-def heap_push(blocks, heap, b, deadline):
-    """Add a block to ``heap`` int32[blocks + 1]: the size, then a binary heap of block ids by deadline from index 1
-    on."""
+def heap_push(group, b, deadline):
+    """Add a block to the heap of deadlines, int32[blocks + 1]: the size, then a binary heap of block ids by deadline
+    from index 1 on."""
+    blocks, heap = blocks_of(group), heap_of(group)
     if blocks[b].heap != NONE:
         raise RuntimeError("a block was put into the expiries that is there")
     heap[0] += 1
@@ -128,17 +133,11 @@ def heap_push(blocks, heap, b, deadline):
     _sift_up(blocks, heap, heap[0])
 
 
-@inline
-def heap_remove(blocks, heap, b):
-    """Remove a block from the heap, if it is in it."""
-    if blocks[b].heap != NONE:
-        _heap_remove(blocks, heap, b)
-
-
 @jit
-def _heap_remove(blocks, heap, b):
-    place = blocks[b].heap
-    last = heap[heap[0]]
+def heap_remove(group, b):
+    """Remove a block from the heap, in which it is."""
+    blocks, heap = blocks_of(group), heap_of(group)
+    place, last = blocks[b].heap, heap[heap[0]]
     heap[0] -= 1
     blocks[b].heap = NONE
     if last != b:

@@ -2,7 +2,8 @@
 offloaded.
 
 The state calls hooks here (``on_insert``, ``on_hit``, ``on_release``, ``on_change``, ``on_only_copy``), and ``victim``.
-No other module touches the lists of evictable blocks, or the heap of deadlines.
+Of other modules, those that hold a block take it out of its list (``unlink``), and one puts blocks back where they were
+(``put_back``).
 
 The order is that of ``victim``: by priority, and LRU within a priority, unless ``choose`` overrides it. Each tier has a
 list of empty blocks, one of clean host copies (the device has the content too), and one for each priority. A block that
@@ -29,7 +30,6 @@ from kvpool.state.policies.block_lists import (
     lowest,
     push,
     push_after,
-    relink,
     unlink,
 )
 from kvpool.state.policies.chains import LRU, host_policy_of, owners_of, policy_of, put_last
@@ -76,6 +76,12 @@ def list_of(group, b):
 
 
 @inline
+def _enlist(group, b, front):
+    """Put a block that is in no list at an end of the list of its content."""
+    push(group, b, list_of(group, b), front)
+
+
+@inline
 def _demotes(group, b):
     """Whether the content of a listed block gets the default priority when its time to live is over. Content that has
     that priority already does not, nor a clean copy, which is one of the first victims anyway."""
@@ -98,7 +104,7 @@ def _start_clock(group, b, deadline):
         if deadline == NONE:
             group.clocks += 1
             deadline = ((group.now + blocks_of(group)[b].ttl) << TIE_BITS) | (group.clocks & ((1 << TIE_BITS) - 1))
-        heap_push(blocks_of(group), heap_of(group), b, deadline)
+        heap_push(group, b, deadline)
 
 
 @inline
@@ -107,7 +113,7 @@ def stop_clock(group, b):
     block = blocks_of(group)[b]
     if block.heap == NONE:
         return NONE
-    heap_remove(blocks_of(group), heap_of(group), b)
+    heap_remove(group, b)
     return block.deadline
 
 
@@ -122,21 +128,8 @@ def stop_clocks(group, row, count):
 @inline
 def place(group, b, deadline):
     """Put a block that is in no list at the back of the list of its content, with its ``deadline`` or a new one."""
-    push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)
+    _enlist(group, b, BACK)
     _start_clock(group, b, deadline)
-
-
-@inline
-def unlist(group, b):
-    """Take a block out of its list, because somebody holds it. Its deadline stays until ``stop_clock``: a heap cannot
-    be undone to the byte."""
-    unlink(blocks_of(group), lists_of(group), b)
-
-
-@inline
-def relist(group, b):
-    """Undo ``unlist`` to the byte. Call it in the reverse order."""
-    relink(blocks_of(group), lists_of(group), b)
 
 
 @inline
@@ -147,10 +140,10 @@ def expired(group):
     if heap[0] == 0 or blocks[heap[1]].deadline >> TIE_BITS > group.now:
         return NONE
     b = heap[1]
-    heap_remove(blocks, heap, b)
-    unlink(blocks, lists_of(group), b)
+    heap_remove(group, b)
+    unlink(group, b)
     blocks[b].priority, blocks[b].ttl = DEFAULT_PRIORITY, NONE
-    push(blocks, lists_of(group), b, list_of(group, b), BACK)
+    _enlist(group, b, BACK)
     return b
 
 
@@ -180,13 +173,13 @@ def on_hit(group, b):
 def on_release(group, b, front):
     """Nobody holds a block any more. It becomes evictable: the last of its list, or with ``front`` the next one. What
     is not cached leaves an empty block."""
-    blocks, lists = blocks_of(group), lists_of(group)
+    blocks = blocks_of(group)
     blocks[b].used_at = np.uint32(group.now)
     if blocks[b].flags & INDEXED:
         _start_clock(group, b, NONE)
     else:
         blocks[b].flags = blocks[b].filled = 0
-    push(blocks, lists, b, list_of(group, b), front)
+    _enlist(group, b, front)
 
 
 @inline
@@ -229,7 +222,7 @@ def on_change(group, b):
     """The content of a block has changed. If nobody holds it, it goes to the back of its present list."""
     if blocks_of(group)[b].list >= 0:
         stop_clock(group, b)
-        unlink(blocks_of(group), lists_of(group), b)
+        unlink(group, b)
         on_release(group, b, BACK)
 
 
@@ -241,7 +234,7 @@ def on_only_copy(group, b, device, deadline):
     changed = block.priority != other.priority
     block.priority, block.ttl, block.uses, block.used_at = other.priority, other.ttl, other.uses, other.used_at
     if block.list >= 0:
-        unlink(blocks_of(group), lists_of(group), b)
+        unlink(group, b)
         place_only_copy(group, b, device, deadline)
     return changed
 
@@ -264,22 +257,22 @@ def on_join(group, b, device):
     c = owners[b] = owners[device]
     before = put_last(group, c, b) if c != NONE else NONE
     if before != NONE:
-        unlink(blocks_of(group), lists_of(group), b)
-        push_after(blocks_of(group), lists_of(group), b, host_policy_of(group).list, before)
+        unlink(group, b)
+        push_after(group, b, host_policy_of(group).list, before)
 
 
 @jit
 def set_retention(group, b, priority, ttl):
     """Give content another priority and time to live, which begins anew. A listed block whose priority changes goes to
     the back of its new list. Returns whether it changed."""
-    blocks, lists = blocks_of(group), lists_of(group)
+    blocks = blocks_of(group)
     changed, listed = blocks[b].priority != priority, blocks[b].list >= 0
     stop_clock(group, b)
     if listed and changed:
-        unlink(blocks, lists, b)
+        unlink(group, b)
     blocks[b].priority, blocks[b].ttl = priority, ttl
     if listed and changed:
-        push(blocks, lists, b, list_of(group, b), BACK)
+        _enlist(group, b, BACK)
     if listed:
         _start_clock(group, b, NONE)
     return changed
@@ -291,8 +284,8 @@ def evict_next(group, b):
     which = blocks_of(group)[b].list
     if which < 0:
         return False
-    unlink(blocks_of(group), lists_of(group), b)
-    push(blocks_of(group), lists_of(group), b, which, FRONT)
+    unlink(group, b)
+    push(group, b, which, FRONT)
     return True
 
 
@@ -302,9 +295,9 @@ def on_reset(group):
     for b in range(group.blocks):
         if blocks_of(group)[b].list >= 0:
             stop_clock(group, b)
-            unlink(blocks_of(group), lists_of(group), b)
+            unlink(group, b)
             blocks_of(group)[b].filled = 0
-            push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)
+            _enlist(group, b, BACK)
 
 
 # -- victims -------------------------------------------------------------------------------------------
@@ -330,7 +323,7 @@ def victim(group, tier, priority):
         b = lists[first + CLEAN, 0]
     if b != NONE:
         return b
-    b = lowest(lists, tier)
+    b = lowest(group, tier)
     if b == NONE or blocks_of(group)[b].priority > priority:
         return NONE
     return _choice(group, blocks_of(group)[b].list) if _chooses(group, blocks_of(group)[b].list) else b
@@ -366,12 +359,12 @@ def expect_victims(group, tier, count):
         count -= lists[which, 2]
     for _ in range(min(count, lists[usual, 2])):
         b = _choice(group, usual)
-        unlink(blocks, lists, b)
+        unlink(group, b)
         owners_of(group)[b] = NONE
         blocks[b].prev, last = last, b
     while last != NONE:
         b, last = last, blocks[last].prev
-        push(blocks, lists, b, usual, FRONT)
+        push(group, b, usual, FRONT)
 
 
 @inline
@@ -383,7 +376,7 @@ def take_victim(group, tier, priority):
         group.overflow -= 1
     if b == NONE:
         return b, NONE
-    unlink(blocks_of(group), lists_of(group), b)
+    unlink(group, b)
     if tier == HOST:
         disown(group, b)
     if tier == DEVICE and cached:
