@@ -137,14 +137,14 @@ def move(kind: Kind, target: int) -> Corrupt:
 
     def corrupt(state: State) -> None:
         b = number(state, kind)
-        block_lists.unlink(state.blocks.view(np.recarray), state.lists, b)
-        block_lists.push(state.blocks.view(np.recarray), state.lists, b, target, block_lists.BACK)
+        block_lists.unlink(fields.group_at(state.groups, state.group), b)
+        block_lists.push(fields.group_at(state.groups, state.group), b, target, block_lists.BACK)
 
     return corrupt
 
 
 def unlisted(state: State) -> None:
-    block_lists.unlink(state.blocks.view(np.recarray), state.lists, number(state, lambda v: v.empty))
+    block_lists.unlink(fields.group_at(state.groups, state.group), number(state, lambda v: v.empty))
 
 
 def head_of(name: str, value: int) -> Corrupt:
