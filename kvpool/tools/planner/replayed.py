@@ -131,7 +131,8 @@ def compare_replayed(
     for request in requests:
         if worst_blocks(request, config.layout.tokens_per_block) <= config.device_blocks:
             surveyor.record(request)
-    uses = {use.request.index: use for use in surveyor.uses}
+    recorded = surveyor.uses
+    uses = {use.request.index: use for use in recorded}
     hits: dict[str, BlocksFound] = {}
     interrupted = False
     try:
@@ -139,10 +140,10 @@ def compare_replayed(
             hits[policy] = replay_hits(requests, uses, config, policy, progress)
     except KeyboardInterrupt:
         interrupted = True
-    optimum = min_hits(*next_uses(surveyor.uses), config.device_blocks + config.host_blocks)
+    optimum = min_hits(*next_uses(recorded), config.device_blocks + config.host_blocks)
     table = ReplayTable(
         requests=len(uses),
-        prompt_tokens=sum(use.request.input_length for use in surveyor.uses),
+        prompt_tokens=sum(use.request.input_length for use in recorded),
         tokens_per_block=config.layout.tokens_per_block,
         device_blocks=config.device_blocks,
         host_blocks=config.host_blocks,
