@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from kvpool.pool.stats import GroupStats, Histogram
 from kvpool.storage.host_storage_manager import HostStorageManagerStats
 from kvpool.storage.storage_manager import StorageManagerStats
-from kvpool.storage.store_figures import StoreStats
+from kvpool.storage.store_stats import StoreStats
 
 Value = float | Histogram | None
 Read = Callable[[Any], Mapping[tuple[str, ...], Value]]

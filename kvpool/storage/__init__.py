@@ -25,6 +25,6 @@ from kvpool.storage.store import OK as OK
 from kvpool.storage.store import REFUSED as REFUSED
 from kvpool.storage.store import Space as Space
 from kvpool.storage.store import Store as Store
-from kvpool.storage.store_figures import StoreStats as StoreStats
 from kvpool.storage.store_requests import StoreRequest as StoreRequest
+from kvpool.storage.store_stats import StoreStats as StoreStats
 from kvpool.storage.store_worker import StoreWorker as StoreWorker

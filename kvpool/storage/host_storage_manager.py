@@ -26,7 +26,7 @@ from kvpool.storage.host_cache_adapter import HostCacheAdapter, StoreChange
 from kvpool.storage.key_loads import KeyLoads
 from kvpool.storage.recovery import Recovery
 from kvpool.storage.store import NO_LIMIT, Store
-from kvpool.storage.store_figures import StoreStats
+from kvpool.storage.store_stats import StoreStats
 from kvpool.storage.store_worker import PATIENCE_SECONDS, StoreWorker
 from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, SaveMode, TierStorage, open_workers
 from kvpool.storage.urls import open_stores

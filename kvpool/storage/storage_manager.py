@@ -46,8 +46,8 @@ from kvpool.storage.pool_adapter import (
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
 from kvpool.storage.staging_rows import row_padding_of, staging_rows
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
-from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_requests import StoreRequest
+from kvpool.storage.store_stats import StoreStats
 from kvpool.storage.store_worker import StoreWorker
 from kvpool.storage.tier_storage import COMMIT, EVICT, SAVES, SaveMode, TierStorage, open_workers
 from kvpool.storage.urls import open_stores

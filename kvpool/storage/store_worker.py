@@ -35,7 +35,6 @@ from kvpool.storage.store import (
     Store,
     store_argument,
 )
-from kvpool.storage.store_figures import StoreStats
 from kvpool.storage.store_queue import StoreCall, StoreQueue
 from kvpool.storage.store_requests import (
     CLEAR,
@@ -53,6 +52,7 @@ from kvpool.storage.store_requests import (
     keys_argument,
     rows_argument,
 )
+from kvpool.storage.store_stats import StoreStats
 
 PATIENCE_SECONDS = 0.1
 """A request that had less time than this and is late says nothing about its store."""
