@@ -9,8 +9,6 @@ the entries before the column of the committed tokens.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import inline, jit
 from kvpool.state.growth import gap_of, make_writable, note_dropped, private_copy, restore_marked, rewinding, unfull
 from kvpool.state.policies.block_lists import FRONT
@@ -100,7 +98,7 @@ def append_need(group, ids, counts):
     for i in range(len(ids)):
         if blocks_for(group, sequences[slot_of(ids[i])].length + counts[i]) > group.columns:
             group.detail = i
-            return np.int64(TOO_LONG)
+            return TOO_LONG
     need = 0
     for i in range(len(ids)):
         slot = slot_of(ids[i])

@@ -182,7 +182,7 @@ def copy_row(group, source, target):
 def reorder_rows(group, slots, parents, column):
     """Give each sequence the notes of its parent. The sequences' records are still the old ones. ``column`` int64[n] is
     scratch."""
-    first, last = np.int64(group.columns * group.width), 0
+    first, last = group.columns * group.width, 0
     for i in range(len(slots)):
         low, high = _noted(group, slots[i])
         first, last = min(first, low), max(last, high)

@@ -101,7 +101,7 @@ def _find_least(group, policy, running):
         if policy.shift:
             c = draw(policy, policy.chains >> policy.shift) << policy.shift
         else:
-            c = np.int64(order_of(policy)[at if policy.known <= ALL else draw(policy, policy.known)])
+            c = order_of(policy)[at if policy.known <= ALL else draw(policy, policy.known)]
         if max(ghosts[c, 0], ghosts[c, 1], ghosts[c, 2]) == 0 or c == running or chains[c].turns > 0:
             continue
         for expert in range(EXPERTS):

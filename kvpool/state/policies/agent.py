@@ -76,8 +76,8 @@ def class_of(stop, count, mean, length):
     with such a mean of their logarithms; before its first pause, its length."""
     level = min(max((mean - _LEVEL_FIRST) // _LEVEL, 0), _LEVELS - 1)
     if count == 0:
-        level = _LEVELS + min(bit_length(np.int64(length)) // 3, MEMBERS - _LEVELS - 1)
-    return np.int64(stop * MEMBERS + level)
+        level = _LEVELS + min(bit_length(length) // 3, MEMBERS - _LEVELS - 1)
+    return stop * MEMBERS + level
 
 
 @jit
@@ -86,13 +86,13 @@ def on_admit(group, request, slot):
     is gone and still names it. Returns it, or NONE, as for a prompt whose end has another priority than the default."""
     policy = policy_of(group)
     turns_of(policy)[slot] = NONE
-    keys, reused = request_keys(group, request), np.int64(sequences_of(group)[slot].reused)
+    keys, reused = request_keys(group, request), sequences_of(group)[slot].reused
     _, priority, _ = retention_at(request, len(keys) * group.width - 1)
     if request.reserves or request.private or request.fresh or priority != DEFAULT_PRIORITY:
         return NONE
     c, depth = _named(policy, keys, len(keys), reused)
     if c == NONE and reused > 0 and table_of(group)[slot, reused - 1] != NONE:
-        c = np.int64(owners_of(group)[table_of(group)[slot, reused - 1]])
+        c = owners_of(group)[table_of(group)[slot, reused - 1]]
     if c == NONE:  # content that came from the host, or that a running request holds, belongs to no chain
         c, depth = _named(policy, keys, reused, 0)
     c = begin_turn(group, policy, c, depth, len(keys))
@@ -113,16 +113,16 @@ def _named(policy, keys, depth, least):
         if few or is_name(keys[depth - 1, 0], _FEW):
             c = find_name(policy, keys[depth - 1, 0])
         if c != NONE:
-            return np.int64(c), np.int64(depth)
+            return c, depth
         depth -= 1
-    return NONE, np.int64(depth)
+    return NONE, depth
 
 
 @jit
 def on_begin_release(group, slot):
     """A row is released next: its blocks name its chain from now on."""
     policy, blocks, row = policy_of(group), blocks_of(group), table_of(group)[slot]
-    c = np.int64(turns_of(policy)[slot])
+    c = turns_of(policy)[slot]
     if c == NONE:
         return
     sequence, owners = sequences_of(group)[slot], owners_of(group)
@@ -146,7 +146,7 @@ def on_begin_release(group, slot):
 def on_end_release(group, slot, stop):
     """The blocks of a row are listed, after all that was listed before."""
     policy = policy_of(group)
-    c = np.int64(turns_of(policy)[slot])
+    c = turns_of(policy)[slot]
     if c == NONE:
         return
     turns_of(policy)[slot] = NONE
@@ -177,7 +177,7 @@ def on_touch(group, keys, turn):
         c = begin_turn(group, policy, c, policy.depth, count + before)
     else:
         last = keys[count - 1, 2]
-        c = np.int64(owners[last]) if last != NONE else c
+        c = owners[last] if last != NONE else c
         if c == NONE or find_first(group, policy, c):
             return NONE
         chains[c].turns += 1
@@ -201,7 +201,7 @@ def on_touch(group, keys, turn):
 def on_touched(group, keys, turn):
     """They are listed, after all that was listed before."""
     policy = policy_of(group)
-    c = np.int64(turns_of(policy)[0])
+    c = turns_of(policy)[0]
     if c == NONE:
         return
     chain = chains_of(policy)[c]
@@ -227,7 +227,7 @@ def choose(at, second, nothing):
     """
     group = record_at(at, GROUP)
     policy = record_at(group.policy_at + second * POLICY_SIZE, POLICY)
-    oldest = np.int64(lists_of(group)[policy.list, 0])
+    oldest = lists_of(group)[policy.list, 0]
     if _is_orphan(group, policy, oldest):
         return oldest
     b = NONE
@@ -249,7 +249,7 @@ def choose(at, second, nothing):
 @jit
 def _is_orphan(group, policy, b):
     """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it through no chain."""
-    c = np.int64(owners_of(group)[b])
+    c = owners_of(group)[b]
     old = c == NONE or blocks_of(group)[b].used_at != chains_of(policy)[c].released
     return old or tier_list_of(policy, c).place >= policy.cached
 
@@ -290,14 +290,14 @@ def _first_worth(group, policy, c, enough):
 def _stem_worth(group, policy, c, worth, enough):
     """The worth of a stem of which nothing else is left: the highest of the chains that begin with it, or anything
     above ``enough``."""
-    chains, other = chains_of(policy), np.int64(chains_of(policy)[c].after)
+    chains, other = chains_of(policy), chains_of(policy)[c].after
     for _ in range(_RING):
         if other == c or worth > enough:
             break
         if chains[other].turns > 0:
             return _HUGE
         worth = max(worth, worth_now(group, policy, other, policy.follows))
-        other = np.int64(chains[other].after)
+        other = chains[other].after
     return worth
 
 
@@ -308,10 +308,10 @@ def _least(group, policy):
     chosen, least = NONE, 0.0
     at = tries = 0
     if policy.pick != NONE and has_blocks(group, policy, policy.pick):
-        chosen, least = np.int64(policy.pick), _first_worth(group, policy, policy.pick, _HUGE)
+        chosen, least = policy.pick, _first_worth(group, policy, policy.pick, _HUGE)
     while at < policy.cached and tries < ALL and least >= 0.0:
         place = at if policy.cached <= ALL else draw(policy, policy.cached)
-        c = np.int64(order[place])
+        c = order[place]
         tries += 1
         if not has_blocks(group, policy, c):
             continue

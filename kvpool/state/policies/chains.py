@@ -45,13 +45,13 @@ def age_of(group, chain):
 @jit
 def _learn(group, policy, chain, came):
     """Count the pause of a chain, which ends now, or was observed until now."""
-    learn(rates_of(policy, REUSE), np.int64(chain.alike), age_of(group, chain), came)
-    learn(rates_of(policy, AGENT), np.int64(chain.row), age_of(group, chain), came)
+    learn(rates_of(policy, REUSE), chain.alike, age_of(group, chain), came)
+    learn(rates_of(policy, AGENT), chain.row, age_of(group, chain), came)
 
 
 @inline
 def worth_of(policy, expert, chain, ms):
-    return worth(rates_of(policy, expert), np.int64(chain.row if expert == AGENT else chain.alike), ms)
+    return worth(rates_of(policy, expert), chain.row if expert == AGENT else chain.alike, ms)
 
 
 _LISTED = [
@@ -172,7 +172,7 @@ def turns_of(policy):
 def move(policy, c, place):
     """Exchange a chain with the one at a place of ``order``."""
     order, tier_list = order_of(policy), tier_list_of(policy, c)
-    before, other = tier_list.place, np.int64(order[place])
+    before, other = tier_list.place, order[place]
     order[place], order[before] = c, other
     tier_list.place, tier_list_of(policy, other).place = place, before
 
@@ -181,7 +181,7 @@ def move(policy, c, place):
 def draw(policy, count):
     """A number below ``count``, the same ones in each run."""
     policy.draws = (policy.draws * 1103515245 + 12345) & 0x7FFFFFFF
-    return np.int64((policy.draws * count) >> 31)
+    return (policy.draws * count) >> 31
 
 
 @inline
@@ -196,9 +196,9 @@ def find_first(group, policy, c):
 
     LRU takes blocks without a change of their chains. The blocks that it has left of a chain are in front of the list.
     """
-    chain, front = tier_list_of(policy, c), np.int64(lists_of(group)[policy.list, 0])
-    chain.rest = chain.rest if is_listed(group, policy, c, np.int64(chain.rest)) else NONE
-    if not is_listed(group, policy, c, np.int64(chain.first)):
+    chain, front = tier_list_of(policy, c), lists_of(group)[policy.list, 0]
+    chain.rest = chain.rest if is_listed(group, policy, c, chain.rest) else NONE
+    if not is_listed(group, policy, c, chain.first):
         chain.first, chain.size = NONE, 0
         if chain.rest == NONE and is_listed(group, policy, c, front):
             chain.first, chain.size = front, _count(group, policy, c, front)
@@ -222,7 +222,7 @@ def take_first(group, policy, c):
     if not find_first(group, policy, c):
         return NONE
     chain = tier_list_of(policy, c)
-    b = np.int64(chain.first if chain.rest == NONE else chain.rest)
+    b = chain.first if chain.rest == NONE else chain.rest
     if chain.rest != NONE:
         chain.rest = _next(group, policy, c, b)
     else:
@@ -258,12 +258,8 @@ def put_last(group, c, b):
     a chain are side by side, or NONE."""
     policy = host_policy_of(group)
     tier_list, before = tier_list_of(policy, c), NONE
-    if (
-        tier_list.place < policy.cached
-        and find_first(group, policy, c)
-        and is_listed(group, policy, c, np.int64(tier_list.last))
-    ):
-        before = np.int64(tier_list.last)
+    if tier_list.place < policy.cached and find_first(group, policy, c) and is_listed(group, policy, c, tier_list.last):
+        before = tier_list.last
     if tier_list.first == NONE:
         tier_list.first, tier_list.size, before = b, 0, NONE
     tier_list.last, tier_list.size = b, min(np.int64(tier_list.size) + 1, BLOCKS_MAX)
@@ -275,7 +271,7 @@ def put_last(group, c, b):
 
 @inline
 def _next(group, policy, c, b):
-    after = np.int64(blocks_of(group)[b].next)
+    after = blocks_of(group)[b].next
     return after if is_listed(group, policy, c, after) else NONE
 
 
@@ -296,12 +292,12 @@ def new_chain(group, policy):
     """A record for a new chain. If all are in use, some chain that was away for long is forgotten."""
     chains, order, c = chains_of(policy), order_of(policy), NONE
     if policy.known < policy.chains:
-        c = np.int64(order[policy.known])
+        c = order[policy.known]
         policy.known += 1
     else:
         emptied = False
         for _ in range(_LOOK):
-            other = np.int64(order[draw(policy, policy.chains)])
+            other = order[draw(policy, policy.chains)]
             host = host_policy_of(group)
             empty = not has_blocks(group, policy, other) and (host.list == NONE or not has_blocks(group, host, other))
             older = c == NONE or age_of(group, chains[other]) > age_of(group, chains[c])
@@ -447,9 +443,9 @@ def _leave_over(group, policy, c):
 @jit
 def end_turn(group, policy, c):
     """Note what a turn has left in the cache: the blocks after the former end of the list."""
-    chain, first = chains_of(policy)[c], np.int64(lists_of(group)[policy.list, 0])
+    chain, first = chains_of(policy)[c], lists_of(group)[policy.list, 0]
     if policy.last != NONE:
-        after = np.int64(blocks_of(group)[policy.last].next)
+        after = blocks_of(group)[policy.last].next
         first = after if blocks_of(group)[policy.last].list == policy.list else NONE
     chain.first = first
     chain.size = min(max(np.int64(lists_of(group)[policy.list, 2]) - policy.listed, 0), BLOCKS_MAX)

@@ -31,9 +31,9 @@ ones count half; after how many pauses a worth is computed anew."""
 @jit
 def octaves(ms):
     """The logarithm of a time, in 256ths of an octave."""
-    value = max(np.int64(ms), 1)
+    value = max(ms, 1)
     whole = bit_length(value) - 1
-    return np.int64((whole << 8) + ((value << 8) >> whole) - 256)
+    return (whole << 8) + ((value << 8) >> whole) - 256
 
 
 @jit
@@ -46,7 +46,7 @@ def width_of(at):
     """The seconds of a bin."""
     if at == 0:
         return 0.512
-    return 0.256 * np.float64(np.int64(1) << ((at - 1) >> 1))
+    return 0.256 * np.float64(1 << ((at - 1) >> 1))
 
 
 @jit

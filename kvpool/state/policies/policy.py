@@ -67,7 +67,7 @@ def nth_released(n, count):
 def list_of(group, b):
     """The list of a block while nobody holds it."""
     block = blocks_of(group)[b]
-    first = np.int64(DEVICE if b < group.device_blocks else HOST) * LISTS_PER_TIER
+    first = (DEVICE if b < group.device_blocks else HOST) * LISTS_PER_TIER
     if not block.flags & INDEXED:
         return first + EMPTY
     if b >= group.device_blocks and block.other_copy != NONE:

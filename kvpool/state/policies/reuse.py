@@ -3,8 +3,6 @@ least go first."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import bit_length
 from kvpool.state.policies.pauses import KINDS, MEMBERS
@@ -13,4 +11,4 @@ from kvpool.state.policies.pauses import KINDS, MEMBERS
 @jit
 def class_of(count, length):
     """The class of a chain of ``length`` blocks that has come back ``count`` times."""
-    return min(count, KINDS - 1) * MEMBERS + min(bit_length(np.int64(length)), MEMBERS - 1)
+    return min(count, KINDS - 1) * MEMBERS + min(bit_length(length), MEMBERS - 1)
