@@ -72,11 +72,17 @@ def _changes(place: Place) -> Iterator[tuple[str, list[ast.AST]]]:
             if isinstance(node, ast.Constant) and type(node.value) is int:
                 yield "off", [ast.Constant(node.value + 1)]
     match node:
-        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Assign([ast.Attribute() | ast.Subscript()]):
+        case ast.Expr(ast.Call()) | ast.AugAssign():
+            yield "drop", []
+        case ast.Assign(targets) if not any(_is_new_name(part) for target in targets for part in ast.walk(target)):
             yield "drop", []
         case ast.cmpop() | ast.boolop() if type(node) in _OTHER:
             operator, other = _OTHER[type(node)]
             yield operator, [other()]
+
+
+def _is_new_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 class Reach:
