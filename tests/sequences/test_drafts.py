@@ -3,13 +3,14 @@ change nothing."""
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 
 from engine import Engine, Make, Request, small_layout
 from kvpool import KVCacheManager, OutOfBlocks, PoolClosed
-from kvpool.device import CpuDevice
+from kvpool.device import CpuDevice, Device, SimDevice
 from kvpool.device.base import NULL_STREAM, Stream, WrappedDevice
 from kvpool.device.work import Work
 from kvpool.errors import DeviceError, UnknownSequence
@@ -24,8 +25,8 @@ PATHS = [[], [0], [1], [0, 2], [0, 3], [1, 4], [0, 3, 5], [1, 4, 6], [0, 3, 5, 7
 class Counting(WrappedDevice):
     """Counts moves of tokens, and fails them while ``error`` is set."""
 
-    def __init__(self) -> None:
-        super().__init__(CpuDevice())
+    def __init__(self, device: Device | None = None) -> None:
+        super().__init__(device or CpuDevice())
         self.launches = 0
         self.error: DeviceError | None = None
 
@@ -128,6 +129,33 @@ def test_a_move_that_fails_fails_its_sequence_and_no_other() -> None:
     cache.release([bad, good])
     assert cache.match_prefix([4, 5, 7, 7, 1]).tokens == 4
     assert cache.stats().lost_blocks > 0 and cache.match_prefix([1, 2, 3, 7, 7]).tokens == 0
+    cache.close()
+
+
+def test_an_interrupt_between_the_moves_of_two_sequences_fails_only_the_one_in_doubt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Counting(SimDevice())
+    cache = KVCacheManager(small_layout(4), device_blocks=16, device=device)
+    moved, in_doubt = cache.add_sequence_batch([[1, 2, 3], [4, 5]]).ids.tolist()
+    cache.commit([moved, in_doubt])
+    for sequence in (moved, in_doubt):
+        cache.append_tokens(sequence, [7] * 5, stream=device.create_stream(str(sequence)))
+    enqueue = device.enqueue
+
+    def interrupted(work: Work, stream: Stream = NULL_STREAM) -> None:
+        if device.launches:
+            signal.raise_signal(signal.SIGINT)
+        enqueue(work, stream)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(device, "enqueue", interrupted)
+        cache.accept_drafts([moved, in_doubt], [5, 5], [1, 3, 1, 3], [2, 2])
+    cache.commit(moved)
+    with pytest.raises(DeviceError, match="lost a block"):
+        cache.commit(in_doubt)
+    assert device.launches == 1
+    cache.release([moved, in_doubt])
     cache.close()
 
 
