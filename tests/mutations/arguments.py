@@ -109,12 +109,4 @@ MUTATIONS = (
         "An error without a text ends a thread of the queue, and its job never returns.",
         ("tests/stores/test_queue.py::test_no_error_of_a_store_ends_a_thread[Mute-find]",),
     ),
-    Mutation(
-        "what_was_saved_under_a_lease_that_others_closed_is_kept",
-        "HostCacheAdapter.lend",
-        "lease.closed",
-        "False",
-        "The bytes of another block are kept under a key, and their seal is right.",
-        ("tests/stores/test_host_storage_manager.py::test_a_block_whose_lease_others_closed_is_not_kept",),
-    ),
 )

@@ -45,59 +45,11 @@ with self._lock:
         _STATES,
     ),
     Mutation(
-        "a_row_from_before_a_crash_is_trusted",
-        "Index.reserve",
-        "self._again(key, tag, key in same, keep) if self.is_doubtful(key) else HERE",
-        "HERE",
-        "A block whose slot had got other bytes before a crash is acknowledged again, and nothing is written.",
-        (
-            *_STATES,
-            "tests/stores/test_disk_damage.py::"
-            "test_a_block_that_was_there_at_a_crash_is_made_durable_once[bytes taken-0]",
-        ),
-    ),
-    Mutation(
-        "right_bytes_are_written_again",
-        "DiskStore._same",
-        "self._slab.has(slot, int(rows[place]))",
-        "False",
-        "After a crash all blocks that are saved again are written, and others are evicted for them.",
-        ("tests/stores/test_disk_damage.py::test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged",),
-    ),
-    Mutation(
-        "the_slot_of_a_failed_commit_is_free",
-        "Index.abort",
-        "self._unclear if unclear else self._free",
-        "self._free",
-        "A commit has failed, and is durable all the same. The next block takes its slot, power fails, and neither the "
-        "old bytes nor the new ones of an acknowledged block are there.",
-        (
-            "tests/stores/test_disk_damage.py::"
-            "test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new[durable]",
-        ),
-    ),
-    Mutation(
-        "the_old_row_stays_beside_the_new_one",
-        "Index.complete",
-        "before not in (-1, slot)",
-        "False",
-        "Each block that gets other bytes after a crash takes a slot from the store until it is opened again.",
-        ("tests/stores/test_disk_damage.py::test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot",),
-    ),
-    Mutation(
         "a_secret_that_is_not_durable",
         "Folder.write",
         "os.fsync(fd)",
         "",
         "Power fails, the secret is another one, and nothing that was saved is ever found.",
-        _STATES,
-    ),
-    Mutation(
-        "a_folder_that_is_not_durable",
-        "Folder.__init__",
-        "_sync_path(os.path.dirname(os.path.abspath(path)))",
-        "pass",
-        "Power fails soon after the first opening, and the whole store is gone.",
         _STATES,
     ),
 )

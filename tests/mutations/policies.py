@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_TESTS, _HOST = "tests/state/test_chains.py::", "tests/hostcache/test_index.py::"
-_RACE = "tests/race/test_threads_on_sim.py::test_threads_race_nowhere"
+_TESTS = "tests/state/test_chains.py::"
 
 MUTATIONS = (
-    Mutation(
-        "reuse_counts_no_turns",
-        "reuse.class_of",
-        "min(count, KINDS - 1) * MEMBERS",
-        "0",
-        "A conversation that has come back goes like those that never do.",
-        (f"{_TESTS}test_whoever_has_come_back_stays_where_most_never_do",),
-    ),
-    Mutation(
-        "pauses_teach_nothing",
-        "pauses.learn",
-        "rates[BACK, row, last] += 1.0 if came else 0.0",
-        "",
-        "The policy cannot tell a conversation that comes back soon from one that does not.",
-        (f"{_TESTS}test_who_has_come_back_is_worth_more_than_who_was_seen_as_long_and_has_not",),
-    ),
     Mutation(
         "what_a_turn_leaves_over_stays",
         "_leave_over",
@@ -41,38 +24,6 @@ MUTATIONS = (
         (f"{_TESTS}test_what_forks_share_stays_while_one_of_them_has_more",),
     ),
     Mutation(
-        "the_end_of_a_conversation_is_not_heard",
-        "worth_now",
-        "chain.returns == ENDS",
-        "False",
-        "An engine that says ends=True gains nothing.",
-        (f"{_TESTS}test_what_the_engine_says_goes_before_what_was_learnt",),
-    ),
-    Mutation(
-        "the_policy_chooses_among_all_priorities",
-        "_chooses",
-        "which == policy.list or which == host_policy_of(group).list",
-        "True",
-        "A priority that a caller gave does not decide any more.",
-        (f"{_TESTS}test_priorities_stand_above_the_policy",),
-    ),
-    Mutation(
-        "adaptive_follows_who_would_have_hit_less",
-        "_compare",
-        "ahead > 0.0",
-        "ahead < 0.0",
-        "The pool follows the worse of its policies.",
-        (f"{_TESTS}test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block",),
-    ),
-    Mutation(
-        "a_block_keeps_the_chain_of_its_former_content",
-        "disown",
-        "owners_of(group)[b] = NONE",
-        "pass",
-        "A prompt that comes back through the host counts as another conversation, whose blocks then go.",
-        (f"{_TESTS}test_what_comes_from_the_host_belongs_to_its_own_conversation",),
-    ),
-    Mutation(
         "what_comes_from_the_host_is_a_new_conversation",
         "on_admit",
         "_named(policy, keys, reused, 0)",
@@ -81,75 +32,11 @@ MUTATIONS = (
         (f"{_TESTS}test_what_comes_from_the_host_belongs_to_its_own_conversation",),
     ),
     Mutation(
-        "what_no_chain_finds_stays",
-        "choose",
-        "_is_orphan(group, policy, oldest)",
-        "False",
-        "Content of requests that reuse nothing fills the pool, however old it is.",
-        (f"{_TESTS}test_what_is_of_no_conversation_goes_when_it_is_the_oldest",),
-    ),
-    Mutation(
-        "what_lru_has_left_of_a_chain_is_forgotten",
-        "find_first",
-        "is_listed(group, policy, c, front)",
-        "False",
-        "After a switch, the conversation that LRU was about to evict counts as gone.",
-        (f"{_TESTS}test_what_lru_has_left_of_a_conversation_is_still_known",),
-    ),
-    Mutation(
-        "a_policy_takes_what_others_hold",
-        "is_listed",
-        "blocks_of(group)[b].list == policy.list",
-        "True",
-        "A block is evicted that another thread reads or writes.",
-        (f"{_RACE}[3-0.0-reuse]", f"{_RACE}[4-0.4-agent]"),
-    ),
-    Mutation(
         "what_the_host_gets_is_of_no_conversation",
         "on_join",
         "c = owners[b] = owners[device]",
         "c = owners[device]",
         "The host forgets what came to it first, whoever comes back sooner.",
         (f"{_TESTS}test_the_host_too_loses_the_conversation_that_is_away_for_longer",),
-    ),
-    Mutation(
-        "a_use_is_a_turn",
-        "state.hostcache.touch",
-        "on_touch(group, matches, turn)",
-        "on_touch(group, matches, True)",
-        "Each time that readers have held a conversation, the policy learns a pause that was none.",
-        (f"{_HOST}test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause",),
-    ),
-    Mutation(
-        "what_readers_have_held_is_of_no_conversation",
-        "on_touched",
-        "blocks_of(group)[keys[i, 2]].used_at = since",
-        "pass",
-        "A conversation that a store has read goes as if nobody continued it.",
-        (f"{_HOST}test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause",),
-    ),
-    Mutation(
-        "the_next_victims_are_those_of_lru",
-        "expect_victims",
-        "not _chooses(group, usual)",
-        "True",
-        "What is evicted next was not saved, and what was saved is not evicted.",
-        (f"{_HOST}test_what_is_named_as_the_next_victims_goes_in_this_order[agent]",),
-    ),
-    Mutation(
-        "what_a_store_loads_is_no_turn",
-        "Victims.use",
-        "self._cache.touch(keys, turn=True)",
-        "pass",
-        "A store with another policy evicts what was saved first.",
-        ("tests/stores/test_memory.py::test_the_conversation_that_is_away_for_longer_goes_from_a_store",),
-    ),
-    Mutation(
-        "a_flood_of_low_priority_is_learnt_from",
-        "on_admit",
-        "priority != DEFAULT_PRIORITY",
-        "False",
-        "Prompts of a tenant that was given a low priority teach the policy that nobody comes back.",
-        (f"{_TESTS}test_what_has_a_low_priority_is_not_a_conversation",),
     ),
 )

@@ -25,17 +25,6 @@ MUTATIONS = (
         ("tests/remote/test_remote_leases.py::test_blocks_whose_lease_was_revoked_before_their_macs_are_not_sent",),
     ),
     Mutation(
-        "a_client_keeps_what_it_has_not_asked_for",
-        "Exchange.__iter__",
-        "self._link.rest()",
-        "pass",
-        "A server that sends on and on to a worker that waits for nothing may fill more of its memory.",
-        (
-            "tests/remote/test_remote_impostors.py::"
-            "test_a_server_cannot_fill_the_memory_of_a_client[to a client that waits for nothing-full]",
-        ),
-    ),
-    Mutation(
         "blocks_of_another_layout_are_served",
         "_HostTier._check",
         "hello.layout != self._layout",
@@ -44,36 +33,12 @@ MUTATIONS = (
         ("tests/remote/test_remote_refusals.py::test_pools_that_do_not_fit_together_are_refused_with_the_reason",),
     ),
     Mutation(
-        "pools_with_two_secrets_are_not_told",
-        "_HostTier._check",
-        "hello.origin != self._origin",
-        "False",
-        "With CURVE keys, workers whose secrets differ fetch nothing from each other for ever, and no error says why.",
-        ("tests/remote/test_remote_endpoints.py::test_a_client_with_a_known_key_and_another_secret_is_refused",),
-    ),
-    Mutation(
         "blocks_need_not_fit_their_seal",
         "Exchange._in_place",
         "arrival is not None and not self._link.verify_mac(arrival.content, request.mac)",
         "False",
         "Bytes that were overwritten on their way are cached as a prompt's.",
         ("tests/remote/test_remote_client.py::test_blocks_with_wrong_macs_do_not_enter_the_pool",),
-    ),
-    Mutation(
-        "a_later_message_has_the_keys_of_the_first",
-        "BlockClient.fetch",
-        "places[offset : offset + leading]",
-        "places[:leading]",
-        "Blocks are cached under the keys of others: a prompt gets another part of itself.",
-        ("tests/remote/test_remote_fetch.py::test_a_client_keeps_to_the_limits_that_the_server_names",),
-    ),
-    Mutation(
-        "a_hole_moves_what_is_behind_it",
-        "_in_place",
-        '[next(blocks) if bit == "1" else None for bit in request.found or ""]',
-        '[*blocks, *(None for bit in request.found or "" if bit != "1")]',
-        "Blocks are cached under the keys of others: a prompt gets another part of itself.",
-        ("tests/remote/test_remote_fetch.py::test_unknown_keys_among_known_ones_are_missing_in_place",),
     ),
     Mutation(
         "a_block_goes_under_the_key_of_the_next_one",
@@ -106,13 +71,5 @@ MUTATIONS = (
         "True",
         "A peer fills the memory of an engine with answers that it does not read.",
         (f"{STRANGERS}::test_a_client_that_asks_whether_anybody_is_there_gets_an_answer",),
-    ),
-    Mutation(
-        "a_file_in_the_way_of_a_socket_is_removed",
-        "listener.check_free",
-        "stat.S_ISSOCK(os.lstat(path).st_mode)",
-        "True",
-        "A wrong endpoint deletes a file.",
-        (f"{STRANGERS}::test_a_file_that_is_in_the_way_is_not_removed",),
     ),
 )

@@ -11,14 +11,6 @@ _LATE = "tests/state/test_scenarios_tiers.py::test_a_failure_late_in_a_batch_lea
 MUTATIONS = (
     # -- admission ---------------------------------------------------------------------------------------
     Mutation(
-        "a_prompt_longer_than_a_row_is_admitted",
-        "PromptRequests._why_never",
-        "columns > self._columns or encoder > self._columns",
-        "False",
-        "Its block ids are written behind the end of its row of the table.",
-        ("tests/sequences/test_arguments.py::test_a_prompt_beyond_max_sequence_tokens_is_refused",),
-    ),
-    Mutation(
         "the_source_of_a_part_is_not_let_go_of",
         "_unhold_matches",
         "unhold(group, out.source)",
@@ -53,40 +45,6 @@ MUTATIONS = (
         (_LATE,),
     ),
     Mutation(
-        "a_part_that_one_group_drops_counts_in_the_others",
-        "_give_up_partials",
-        "outcome_at(out[g], r).partial = least",
-        "pass",
-        "A sequence counts tokens as computed that one group of its layers has not.",
-        ("tests/sequences/test_groups.py::test_a_part_that_one_group_has_to_drop_is_reused_in_none",),
-    ),
-    Mutation(
-        "a_refused_onboard_stays_announced",
-        "_unhold_matches",
-        "blocks_of(group)[row[i]].flags &= ~ONBOARDING",
-        "",
-        "The next request with that content is promised a block less than it needs.",
-        (f"{_LATE}[a hit is on the host]",),
-    ),
-    Mutation(
-        "the_source_of_a_part_stays_among_the_expiries",
-        "admit._untime",
-        "stop_clock(group, out.source)",
-        "pass",
-        "A block expires in the admission that copies from it, and is in two lists.",
-        (
-            "tests/state/test_scenarios_eviction.py::test_the_source_of_a_partial_copy_leaves_the_expiries_while_it_is_held",
-        ),
-    ),
-    Mutation(
-        "a_hit_stays_among_the_expiries",
-        "admit._untime",
-        "stop_clocks(group, row, out.matched)",
-        "pass",
-        "A block of a running sequence expires, and is a victim.",
-        ("tests/state/test_scenarios_eviction.py::test_a_plain_hit_keeps_priority_and_ttl",),
-    ),
-    Mutation(
         "onboards_need_no_block",
         "_needed",
         (
@@ -106,14 +64,6 @@ MUTATIONS = (
         (_LATE,),
     ),
     Mutation(
-        "a_plan_keeps_what_it_claimed",
-        "plan",
-        "unclaim(groups, out, 0, n)",
-        "",
-        "Whoever asks costs the pool blocks for good.",
-        ("tests/sequences/test_plan.py::test_blocks_that_prompts_of_a_batch_share_count_once",),
-    ),
-    Mutation(
         "a_plan_counts_sources_of_parts",
         "blocks_taken",
         "_needed(group, requests, out, n) + free - free_blocks(group, DEVICE) - _spare(group, out, n)",
@@ -121,55 +71,7 @@ MUTATIONS = (
         "A scheduler leaves room for blocks that nobody takes.",
         ("tests/sequences/test_plan.py::test_a_part_that_a_batch_has_to_give_up_is_not_planned",),
     ),
-    Mutation(
-        "a_prompt_waits_for_a_loader",
-        "_find_computing",
-        "sequence.live != LIVE or sequence.failed or sequence.private or sequence.committed >= sequence.length",
-        "not sequence.live or sequence.private or sequence.committed >= sequence.length",
-        "A scheduler waits for a sequence that is none, or that can only be released.",
-        ("tests/sequences/test_plan.py::test_reservations_and_failed_sequences_are_not_waited_for",),
-    ),
-    Mutation(
-        "a_prompt_waits_for_states_that_are_not_kept",
-        "_found_in",
-        "keeps_state(group, most - 1, kept)",
-        "True",
-        "A scheduler waits for a state that is overwritten, and finds less than it was told.",
-        ("tests/sequences/test_plan.py::test_a_running_state_is_not_waited_for",),
-    ),
-    Mutation(
-        "a_source_that_is_taken_stays_findable",
-        "_fill_new",
-        "b = out.source\nforget(group, b)",
-        "b = out.source",
-        "A block is written anew while others find it under its old key.",
-        ("tests/state/test_scenarios_reuse.py::test_short_of_blocks_a_request_takes_the_source_itself",),
-    ),
-    Mutation(
-        "a_range_of_retention_does_not_apply_to_hits",
-        "_reuse",
-        "blocks[b].priority, blocks[b].ttl = priority, ttl",
-        "",
-        "A request cannot say that what is cached matters.",
-        ("tests/state/test_scenarios_eviction.py::test_a_copy_that_becomes_the_only_one_has_the_retention_of_today",),
-    ),
     # -- who is meant ------------------------------------------------------------------------------------
-    Mutation(
-        "growth_that_never_fits_waits",
-        "Core._refusal",
-        "code = verbs.never_fits(self.states.groups, ids, args[0]) or code",
-        "pass",
-        "An engine swaps a sequence out and resumes it for ever, since it has no room even alone.",
-        ("tests/sequences/test_never_fits.py::test_an_engine_that_swaps_out_and_resumes_ends",),
-    ),
-    Mutation(
-        "a_state_that_others_find_moves_on_alone",
-        "recurrent.need_alone",
-        "return held + _kept_states(group, last, columns - 1) + (1 if stays else 0)",
-        "return held + _kept_states(group, last, columns - 1)",
-        "An engine waits for room for a state that will never come.",
-        ("tests/sequences/test_never_fits.py::test_a_state_that_others_find_needs_a_block_beside_the_next_one",),
-    ),
     Mutation(
         "an_id_outlives_its_sequence",
         "_release",
@@ -177,14 +79,6 @@ MUTATIONS = (
         "sequence.generation",
         "A late call for a request that has ended appends to somebody else's.",
         ("tests/state/test_safety.py::test_the_id_of_a_sequence_that_has_ended_is_nobodys",),
-    ),
-    Mutation(
-        "a_reservation_is_a_sequence",
-        "row_of",
-        "sequence.live & (LIVE | SWAPPED)",
-        "sequence.live",
-        "An engine appends to blocks that a loader is filling.",
-        ("tests/holders/test_reservations.py::test_a_reservation_is_not_a_sequence",),
     ),
     Mutation(
         "an_id_may_come_twice",
@@ -203,14 +97,6 @@ MUTATIONS = (
         ("tests/sequences/test_forks.py::test_a_copy_that_fails_fails_its_writer_alone",),
     ),
     # -- growth and rewind ---------------------------------------------------------------------------------
-    Mutation(
-        "a_row_has_no_end",
-        "append_need",
-        "more > group.columns",
-        "False",
-        "A sequence that grows too long writes block ids into its neighbour's row.",
-        ("tests/sequences/test_arguments.py::test_a_prompt_beyond_max_sequence_tokens_is_refused",),
-    ),
     Mutation(
         "a_rewind_writes_into_a_pinned_block",
         "shared",
@@ -236,22 +122,6 @@ MUTATIONS = (
         ("tests/sequences/test_forks.py::test_a_rewind_into_shared_blocks_leaves_them_to_the_others",),
     ),
     Mutation(
-        "an_aborted_loader_keeps_the_part_that_was_copied",
-        "abort_reserved",
-        "sequence.length - sequence.reused * group.width",
-        "sequence.length - sequence.committed",
-        "An abort leaves a block behind that it had copied into, as if it were the last of a prompt.",
-        ("tests/holders/test_reservations.py::test_an_abort_takes_back_a_block_that_a_part_was_copied_into",),
-    ),
-    Mutation(
-        "a_late_commit_is_published",
-        "Reservations.end",
-        "reservation.id in self.deadlines.overdue",
-        "False",
-        "A loader that came too late is told that its KV is found, and others were told that it is not.",
-        (f"{_DEADLINES}test_a_late_commit_is_refused_and_changes_nothing",),
-    ),
-    Mutation(
         "the_blocks_of_an_expired_reservation_are_given_to_others",
         "Reservations.expire",
         "self.deadlines.expire(late)",
@@ -264,14 +134,6 @@ MUTATIONS = (
             "tests/share/test_share_sim.py::"
             "test_what_another_process_writes_after_its_deadline_reaches_nobody_before_the_abort[0-0.0]",
         ),
-    ),
-    Mutation(
-        "a_committed_reservation_expires",
-        "Reservations.end",
-        "self.deadlines.end([reservation.id])",
-        "",
-        "Statistics show loaders that hang, where all have committed in time.",
-        (f"{_DEADLINES}test_what_is_committed_in_time_never_expires",),
     ),
     # -- forks and drafts --------------------------------------------------------------------------------
     Mutation(
@@ -289,14 +151,6 @@ MUTATIONS = (
         "",
         "Beams write into one block.",
         ("tests/sequences/test_forks.py::test_each_writer_copies_the_shared_end_and_the_last_holder_writes_in_place",),
-    ),
-    Mutation(
-        "beams_that_share_a_parent_do_not_know",
-        "reorder",
-        "children[parents[i]] > 1",
-        "False",
-        "Beams that go on from one beam write into one block.",
-        ("tests/sequences/test_forks.py::test_a_reorder_takes_no_block_and_frees_what_nobody_goes_on_from",),
     ),
     Mutation(
         "a_fork_writes_where_all_can_see",
@@ -325,63 +179,7 @@ MUTATIONS = (
             "tests/sequences/test_forks.py::test_a_fork_or_beam_publishes_what_its_parent_had_to_leave_to_another[True]",
         ),
     ),
-    Mutation(
-        "a_copy_is_not_counted",
-        "append_need",
-        "return need + copies(group, ids, counts) if forked else need",
-        "return need",
-        "Beams that fit by the count run out of blocks half-way through a call.",
-        ("tests/sequences/test_forks.py::test_without_a_block_for_every_copy_nothing_has_changed",),
-    ),
-    Mutation(
-        "drafts_move_into_what_others_hold",
-        "_shared_between",
-        "count += 1 if shared(group, slot, i) else 0",
-        "count += 0",
-        "The blocks that a keep takes are not those that it counted.",
-        ("tests/sequences/test_drafts.py::test_a_copy_that_has_no_room_is_refused_and_changes_nothing",),
-    ),
     # -- windows -----------------------------------------------------------------------------------------
-    Mutation(
-        "a_rewind_goes_behind_what_was_given_back",
-        "rewind_need",
-        "group.window and length - counts[i] < least(group, slot)",
-        "False",
-        "A sequence goes on without blocks that its next token attends to.",
-        ("tests/sequences/test_groups.py::test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused",),
-    ),
-    Mutation(
-        "what_is_cached_behind_a_gap_stays_in_the_row",
-        "longest",
-        "not is_needed(group, i, count)",
-        "i < count and not is_needed(group, i, count)",
-        "After a plan, or a batch that had no room, a free row names blocks of others.",
-        ("tests/sequences/test_groups.py::test_what_is_cached_after_a_gap_is_not_claimed",),
-    ),
-    Mutation(
-        "a_missing_sink_does_not_matter",
-        "_reach",
-        "for i in range(full):\n    if not has_block(group, i, *args):\n        return i",
-        "for i in range(full):\n    if not has_block(group, i, *args) and group.window == 0:\n        return i",
-        "A prefix is reused though the first tokens, which all others see, are gone.",
-        ("tests/sequences/test_groups.py::test_a_missing_sink_ends_what_can_be_reused",),
-    ),
-    Mutation(
-        "sinks_are_given_back",
-        "kept_from",
-        "max(group.sinks, min((count - group.window + 1) // group.width, count // group.width - 1))",
-        "max(0, min((count - group.window + 1) // group.width, count // group.width - 1))",
-        "Later tokens attend to blocks of somebody else in place of the sinks.",
-        ("tests/sequences/test_groups.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
-    ),
-    Mutation(
-        "a_window_is_a_token_short",
-        "kept_from",
-        "(count - group.window + 1) // group.width",
-        "(count - group.window + 2) // group.width",
-        "A block is given back whose last token the next one still sees.",
-        ("tests/sequences/test_groups.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
-    ),
     Mutation(
         "a_passed_block_is_given_back_without_a_word",
         "give_columns",

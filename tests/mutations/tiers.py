@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_EVICTION, _TIERS = "tests/state/test_scenarios_eviction.py", "tests/state/test_scenarios_tiers.py"
-_LATE = f"{_TIERS}::test_a_failure_late_in_a_batch_leaves_every_byte_of_state"
 _FITS = "tests/state/test_lists.py::test_what_does_not_fit_raises"
-_BACK = "tests/state/test_lists.py::test_unlinked_blocks_come_back_where_they_were"
 
 MUTATIONS = (
     # -- references and pins, one word -----------------------------------------------------------------
@@ -70,14 +67,6 @@ MUTATIONS = (
         ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
     ),
     Mutation(
-        "a_pinned_block_stays_among_the_expiries",
-        "pin_block",
-        "stop_clock(group, b)",
-        "",
-        "A block expires while it is pinned, and is in two lists.",
-        ("tests/state/test_scenarios_eviction.py::test_a_pinned_block_does_not_expire",),
-    ),
-    Mutation(
         "a_block_that_holds_nothing_is_pinned",
         "pin_blocks",
         "bad = block.flags & LOST != 0 or (block.ref_word == 0 and not block.flags & INDEXED)",
@@ -113,22 +102,6 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "a_reader_is_not_told_of_a_revoke",
-        "Lease.__exit__",
-        "kind is None",
-        "False",
-        "A reader whose lease was revoked uses bytes of whoever has its blocks by then.",
-        (f"{_TIERS}::test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile",),
-    ),
-    Mutation(
-        "a_revoke_closes_the_leases_of_all",
-        "Leases.revoke",
-        "lease.owner == owner",
-        "True",
-        "Readers lose their pins since another one was revoked.",
-        ("tests/state/test_scenarios_tiers.py::test_a_revoked_lease_takes_nobody_elses_pin",),
-    ),
-    Mutation(
         "a_lease_of_bytes_that_never_came",
         "Leases.pin",
         "lost is not None",
@@ -149,30 +122,6 @@ MUTATIONS = (
     ),
     # -- lists -------------------------------------------------------------------------------------------
     Mutation(
-        "a_held_block_forgets_the_list_that_it_left",
-        "unlink",
-        "blocks[b].list = ~which",
-        "blocks[b].list = NONE",
-        "A call that raises leaves content in the list of another priority.",
-        (_BACK, _LATE),
-    ),
-    Mutation(
-        "a_block_comes_back_behind_all_others",
-        "relink",
-        "_link(group, b, ~blocks_of(group)[b].list)",
-        "push(group, b, ~blocks_of(group)[b].list, BACK)",
-        "A call that raises changes who is evicted next.",
-        (_BACK, f"{_LATE}[hits follow each other in a list]"),
-    ),
-    Mutation(
-        "a_block_comes_back_before_all_others",
-        "relink",
-        "_link(group, b, ~blocks_of(group)[b].list)",
-        "push(group, b, ~blocks_of(group)[b].list, FRONT)",
-        "A call that raises changes who is evicted next.",
-        (_BACK,),
-    ),
-    Mutation(
         "a_block_is_taken_out_of_no_list",
         "unlink",
         "which < 0",
@@ -187,21 +136,5 @@ MUTATIONS = (
         "False",
         "A defect of the lists gives one block to two sequences in place of an error.",
         (f"{_FITS}[relink]", f"{_FITS}[push_back]", f"{_FITS}[push_front]"),
-    ),
-    Mutation(
-        "a_block_is_put_into_the_expiries_twice",
-        "heap_push",
-        "blocks[b].heap != NONE",
-        "False",
-        "A defect of the expiries takes a held block for a free one in place of an error.",
-        (f"{_FITS}[heap_push]",),
-    ),
-    Mutation(
-        "the_search_for_victims_starts_too_high",
-        "_lower",
-        "priority < lists[LOWEST + tier, 0]",
-        "False",
-        "What matters least is never evicted, once something else was.",
-        (f"{_EVICTION}::test_a_block_of_the_lowest_priority_is_found_again",),
     ),
 )

@@ -136,17 +136,6 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "a_later_point_forgets_the_layers",
-        "Order._record",
-        "self._wait(stream, ONBOARD, self._by_layer.get(stream, 0))",
-        "",
-        "A reader on another stream reads blocks whose layers are still on their way.",
-        (
-            "tests/copying/test_layer_loads.py::"
-            "test_who_comes_after_an_engine_that_waited_for_no_layer_waits_for_all[another stream]",
-        ),
-    ),
-    Mutation(
         "a_reader_does_not_wait",
         "Transfer.pending",
         "self.order is None or not self.guards & records.READER_WAITS",
@@ -221,14 +210,6 @@ MUTATIONS = (
     ),
     # -- order ---------------------------------------------------------------------------------------
     Mutation(
-        "a_stream_that_is_busy_gives_its_number_away",
-        "Order._reusable",
-        "(self._complete == self._stream_points) & idle()[:known]",
-        "idle()[:known]",
-        "Of many streams, one takes the number of another that still works: waits for it are waits for nobody.",
-        ("tests/race/test_order.py::test_a_stream_that_still_works_keeps_its_number",),
-    ),
-    Mutation(
         "a_stream_in_use_gives_its_number_away",
         "Order._reusable",
         "(self._complete == self._stream_points) & idle()[:known]",
@@ -237,22 +218,6 @@ MUTATIONS = (
         ("tests/race/test_order.py::test_a_stream_that_a_sequence_is_on_keeps_its_number",),
     ),
     # -- levels ----------------------------------------------------------------------------------------
-    Mutation(
-        "a_partial_copy_counts_as_the_whole_block",
-        "_drop_overwritten",
-        "copy_ops[i, TOKENS] >= whole[target]",
-        "True",
-        "A move is dropped whose target a later one overwrites only in part.",
-        ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
-    ),
-    Mutation(
-        "a_target_that_is_read_counts_as_unread",
-        "_drop_overwritten",
-        "scratch[source, 0] = _LIVE",
-        "",
-        "A move is dropped though another of its batch reads what it writes.",
-        ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
-    ),
     Mutation(
         "levels_forget_reads",
         "_assign",
