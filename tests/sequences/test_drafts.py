@@ -58,6 +58,7 @@ def test_the_accepted_path_has_its_bytes_and_is_found_under_its_tokens(
     kept = tokens + [TOKENS[i] for i in path]
     assert engine.cache.sequence_length(sequence.id) == len(kept)
     assert [token for token, _ in sequence.items] == kept
+    assert engine.cache.stats().dropped_tokens == len(TREE) - len(path)
     engine.append(sequence, [70, 71])
     engine.finish(sequence)
     assert engine.add([*kept, 70, 71]).cached == len(kept) + 1

@@ -319,6 +319,17 @@ def test_an_engine_gets_the_places_of_states(open_: Open) -> None:
             places(first.id, group=group)
 
 
+def test_states_of_a_batch_are_found_by_the_tokens_of_their_own_sequences() -> None:
+    groups = [LayerGroup(small_layout(4)), LayerGroup(small_layout(1), kind="recurrent", snapshot_tokens=4)]
+    cache = KVCacheManager(groups=groups, device_blocks=[8, 8], max_sequences=2, device=CpuDevice())
+    ids = cache.add_sequence_batch([A[:4], A[4:8]]).ids
+    cache.append_tokens(ids, A[8:16], [4, 4])
+    cache.commit(ids)
+    cache.release(ids)
+    assert cache.match_prefix([*A[4:8], *A[12:16], 1]).tokens == 8
+    cache.close()
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_state_is_read_after_what_wrote_it_on_the_stream_that_asked(named: bool) -> None:
     device = SimDevice(0, progress=0.0)
