@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -55,12 +55,12 @@ class Named(MemoryStore):
             self.forget(np.frombuffer(key, np.uint8).reshape(1, -1))
 
 
-def predicted(mirror: Mirror, chain: Sequence[bytes], usable: int) -> tuple[int, int, int]:
+def predicted(known: Mapping[str, set[Any]], chain: Sequence[Any], prompt: Sequence[int]) -> tuple[int, int, int]:
     """The device, host and store tokens that a listener expects of a prompt with these keys."""
-    known = mirror.cached
-    stores = set[bytes]().union(*(keys for tier, keys in known.items() if tier not in ("device", "host")))
+    usable = (len(prompt) - 1) // T
+    stores = set[Any]().union(*(keys for tier, keys in known.items() if tier not in ("device", "host")))
 
-    def prefix(keys: set[bytes]) -> list[bytes]:
+    def prefix(keys: set[Any]) -> list[Any]:
         missing = next((place for place in range(usable) if chain[place] not in keys), usable)
         return list(chain[:missing])
 
@@ -79,7 +79,7 @@ def check(mirror: Mirror, engine: Engine, manager: StorageManager, prompts: Sequ
         match = manager.match_prefix(keys)
         chain = [key.tobytes() for key in keys.keys]
         reported = match.device_tokens, match.host_tokens, match.store_tokens
-        assert reported == predicted(mirror, chain, (len(prompt) - 1) // T), prompt
+        assert reported == predicted(mirror.cached, chain, prompt), prompt
     for number, tier in enumerate(TIERS[2:] if len(mirror.cached) == 4 else ("memory",)):
         known = {content.key for content in manager._stored.all() if manager._stored.has(content, number)}
         assert mirror.cached[tier] == known, tier
