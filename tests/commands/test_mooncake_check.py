@@ -11,6 +11,7 @@ from kvpool.__main__ import main
 from kvpool.storage.backends.mooncake import guarded_client as client
 from kvpool.tools.cli import doctor
 from kvpool.tools.cli.doctor import FAILED, OK, WARNING
+from tests.ports import free_ports
 
 MASTER = "10.0.0.1:50051"
 
@@ -32,8 +33,7 @@ def listening() -> Iterator[str]:
 
 @pytest.fixture
 def nobody() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return f"127.0.0.1:{free_ports()[0]}"
 
 
 def test_who_uses_a_master_is_warned_that_clients_are_open_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

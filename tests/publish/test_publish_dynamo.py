@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from engine import Make
 from kvpool.integrations.kv_events import KVEventPublisher
+from tests.ports import free_ports
 from tests.waiting import until
 
 SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
@@ -38,9 +38,7 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(publisher: KVEventPublisher, tokens: int) -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        [port] = free_ports()
         options = f"--block-size {tokens} --port {port} --threads 1 --workers 1={publisher.endpoint}".split()
         command = [sys.executable, "-c", SCRIPT, *options]
         started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))

@@ -18,7 +18,7 @@ import pytest
 from numba.core import config
 
 import kvpool
-from array_arguments import CASES, WALK, Case, Interface, argument_of
+from array_arguments import CASES, WALK, Case, argument_of
 from array_scenes import look, seen, watched
 from kvpool import KVCacheManager, storage
 from kvpool.common.arguments import int64_array, token_array
@@ -27,6 +27,7 @@ from kvpool.pool.keys import key_rows
 from kvpool.storage import StoreRequest, store_requests
 from parts import PARTS
 from steps import NAMES
+from tests.interop.arrays import InterfaceOnly
 
 DISPATCHER: Any = type(jit(lambda: None))
 needs_jit = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="NUMBA_DISABLE_JIT: nothing is jitted")
@@ -79,7 +80,7 @@ def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case,
     ids=["tokens", "integers", "keys", "keys of jobs"],
 )
 def test_arguments_are_copied(private: Callable[[Any], Any], values: Any) -> None:
-    for form in (values, Interface(values)) if values.ndim == 1 else (values,):
+    for form in (values, InterfaceOnly(values)) if values.ndim == 1 else (values,):
         assert not np.shares_memory(private(form), values)
 
 

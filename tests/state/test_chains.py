@@ -284,22 +284,19 @@ def test_what_is_not_a_hint_is_refused_and_nothing_is_released(said: dict[str, A
 # -- adaptive ----------------------------------------------------------------------------------------------
 
 
-def circle(opened: Talks, names: int, rounds: int, start: float) -> float:
-    """Conversations that take turns. Returns the share of blocks that were hits."""
-    hits = asked = 0
-    for i in range(rounds):
-        for n in range(names):
-            hits += opened.turn(f"talk {n}", 20 if f"talk {n}" not in opened.texts else 0, at=start + i * names + n)
-            asked += 20
-    return hits / asked
+def circle(opened: Talks) -> float:
+    """15 conversations that take turns. Returns the share of blocks that were hits."""
+    turns = [(f"talk {at % 15}", 1.0 + at) for at in range(15 * 60)]
+    hits = sum(opened.turn(name, 20 if name not in opened.texts else 0, at=at) for name, at in turns)
+    return hits / (20 * len(turns))
 
 
 def test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block() -> None:
     with talks(200, "lru") as lru, talks(200, "adaptive") as opened:
         follows, lists = opened.policy.policy_state["follows"], opened.cache.core.states[0].lists
         assert follows[0] == LRU
-        assert circle(lru, 15, 60, 1) == 0
-        assert circle(opened, 15, 60, 1) > 0.3
+        assert circle(lru) == 0
+        assert circle(opened) > 0.3
         assert follows[0] != LRU
         before, follows[0] = lists.copy(), LRU
         opened.cache.verify()

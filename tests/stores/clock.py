@@ -53,7 +53,7 @@ class World:
     seed: int = 1
 
 
-def made_arrivals(count: int, seed: int) -> list[Arrival]:
+def made_arrivals(seed: int, count: int = 600) -> list[Arrival]:
     """Requests like those of chats: four of ten tokens are found again, and lengths differ widely."""
     random = np.random.default_rng(seed)
     times = np.cumsum(random.exponential(0.3, count)).tolist()

@@ -12,7 +12,7 @@ from kvpool.storage.choice import BUDGET, Load, LoadOrCompute
 from tests.seeds import some_of
 from tests.stores.clock import World, grid, made_arrivals, means
 
-REQUESTS = made_arrivals(600, seed=1)
+REQUESTS = made_arrivals(1)
 MIB = 1 << 20
 
 
@@ -20,9 +20,9 @@ def name_of(world: World) -> str:
     return f"{world.latency * 1e6:.0f}us-{world.bandwidth / 1e6:.0f}MB"
 
 
-def trained(latency: float, bandwidth: float, hits: int = 40) -> LoadOrCompute:
-    """10 ms of computing a block of 1 MiB, and a store that has always been like this."""
-    choice = LoadOrCompute(1_600.0, MIB, 16)
+def trained(bandwidth: float, hits: int = 40) -> LoadOrCompute:
+    """10 ms of computing a block of 1 MiB, and a store that has always had this bandwidth, and a latency of 10 ms."""
+    latency, choice = 0.01, LoadOrCompute(1_600.0, MIB, 16)
     for _ in range(hits):
         for there in (100, 300):
             load = choice.choose(there)
@@ -68,7 +68,7 @@ FAST = [world for world in grid(4) if world.bandwidth > 1e9]
 def test_it_holds_in_each_scenario(name: str, world: World) -> None:
     """Prefill speeds, noise, shared bandwidth, one engine for all, a collapse in the middle of a load."""
     model, faster = SCENARIOS[name]
-    requests = [request._replace(time=request.time / faster) for request in made_arrivals(600, seed=3)]
+    requests = [request._replace(time=request.time / faster) for request in made_arrivals(3)]
     latencies = means(replace(model, latency=world.latency, bandwidth=world.bandwidth), requests)
     assert latencies["choice"] <= 1.02 * latencies["none"]
     assert latencies["choice"] <= 1.1 * min(latencies.values())
@@ -159,19 +159,19 @@ def run_of(choice: LoadOrCompute, load: Load, kind: str, random: Random, number:
 
 
 def test_a_hit_at_the_end_of_a_long_queue_is_computed() -> None:
-    choice = trained(latency=0.01, bandwidth=1e9)
+    choice = trained(bandwidth=1e9)
     assert choice.choose(100, ahead_bytes=200 * MIB).blocks == 100
     assert choice.choose(100, ahead_bytes=800 * MIB).blocks == 0, "0.8 s of waiting saves 1 s and delays others"
 
 
 def test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_store() -> None:
     """A load takes 0.51 s, the engine 1 s, and the queue another 0.8 s."""
-    choice, queue = trained(latency=0.01, bandwidth=200e6), 150 * MIB
+    choice, queue = trained(bandwidth=200e6), 150 * MIB
     assert choice.choose(100, queue).blocks == choice.choose(100, queue, waited=0.2).blocks == 0
     load = choice.choose(100, queue, waited=0.9)
     assert load.blocks == 100 and not choice.late(load, 0, 1.2)
     choice.end(load, 100, 1.3)
-    lost = trained(latency=0.01, bandwidth=200e6)
+    lost = trained(bandwidth=200e6)
     for _ in range(200):
         other = lost.choose(100, queue, waited=0.9)
         if not other.blocks:
@@ -183,7 +183,7 @@ def test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_s
 
 def test_many_loads_at_once_share_what_may_be_lost() -> None:
     """After a long good past, a store may die while many loads are on their way."""
-    choice = trained(latency=0.01, bandwidth=1e9, hits=500)
+    choice = trained(bandwidth=1e9, hits=500)
     loads = [load for load in (choice.choose(100) for _ in range(2_000)) if load.blocks]
     most = 64 * 2.0 + 2_000 * BUDGET * 1.0
     assert 100 < len(loads) and sum(load.until for load in loads) <= most, "a mean hit takes 2 s at most"
@@ -191,7 +191,7 @@ def test_many_loads_at_once_share_what_may_be_lost() -> None:
 
 
 def test_loads_that_gain_less_than_expected_end_until_one_succeeds() -> None:
-    choice = trained(latency=0.01, bandwidth=1e9)
+    choice = trained(bandwidth=1e9)
     failed = 0
     while (load := choice.choose(100)).blocks:
         assert choice.late(load, 0, load.until)
@@ -225,7 +225,7 @@ def test_probes_wait_longer_each_time() -> None:
 
 
 def test_a_load_that_nobody_waits_for_teaches_nothing() -> None:
-    chooser, other = trained(0.01, 1e9), trained(0.01, 1e9)
+    chooser, other = trained(1e9), trained(1e9)
     for _ in range(1_000):
         load = chooser.choose(100)
         assert load.blocks, "its risk has come back"

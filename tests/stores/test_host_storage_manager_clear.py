@@ -145,9 +145,9 @@ def hashing(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return gate
 
 
-def other_content(engine: Engine, count: int) -> None:
+def other_content(engine: Engine) -> None:
     """The engine writes other bytes under the same names, which are not to be saved."""
-    taken = engine.cache.reserve(names(count))
+    taken = engine.cache.reserve(names(4))
     engine.tier.blocks[taken.blocks] = 7
     engine.cache.publish(taken.keys)
 
@@ -163,7 +163,7 @@ def test_what_is_published_after_clear_is_not_saved_for_what_was_before(
     engine.write(4)
     engine.until(hashing.reached.is_set)
     engine.manager.clear()
-    other_content(engine, 4)
+    other_content(engine)
     hashing.open()
     engine.drain()
     assert (engine.stats.unsaved, store.stats()["blocks"]) == ({"cancelled": 4}, 0)
@@ -199,7 +199,7 @@ def test_a_block_that_is_written_anew_while_its_key_is_hashed_is_saved_as_it_is_
     engine.write(4)
     engine.until(hashing.reached.is_set)
     engine.cache.forget(names(4))
-    other_content(engine, 4)
+    other_content(engine)
     hashing.open()
     engine.drain()
     assert engine.stats.saved_blocks == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from kvpool.integrations.local import state_keys
 from tests.engines.torchless import mlx_lab
+from tests.ports import free_ports
 
 DEADLINE_S = 600
 WEIGHTS = "random, seed 0"
@@ -272,9 +272,7 @@ def test_caches_of_other_settings_are_not_kept_and_counted(change: str) -> None:
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """``mlx_lm.server`` with a prompt cache. Gives its address."""
     folder = mlx_lab.save(tmp_path / "model", request.param)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports()
     words = [
         sys.executable,
         "-m",

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 from kvpool import ModelIdentity
 from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
+from tests.ports import free_ports
 from tests.stores.lab import IDENTITY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,18 +39,6 @@ def object_prefix(secret: bytes, identity: ModelIdentity = IDENTITY, kind: str =
     """What the names of a model's objects begin with."""
     content = b"kvpool mooncake" + bytes.fromhex(identity.fingerprint)
     return f"{kind}-{hashlib.blake2b(content, key=secret, digest_size=8).hexdigest()}-"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in held]
-    finally:
-        for each in held:
-            each.close()
 
 
 class Part:

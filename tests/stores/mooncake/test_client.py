@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.children import in_child, refuses
+from tests.ports import free_ports
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
@@ -161,7 +161,7 @@ def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
     """The library would stop all threads for a quarter of a minute."""
     made = Client("127.0.0.1:1", 16 << 20, "", "P2PHANDSHAKE", "tcp", "")
     monkeypatch.undo()
-    made._master = f"127.0.0.1:{unused_port()}"
+    made._master = f"127.0.0.1:{free_ports()[0]}"
     made.close()
     assert "close" not in library.calls
 
@@ -316,16 +316,10 @@ def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreWorker
 # -- beginning -----------------------------------------------------------------------------------------
 
 
-def unused_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
-
-
 def test_a_master_that_is_not_there_is_an_error_at_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(mooncake_client, "library", lambda: lambda: library)
-    address = f"127.0.0.1:{unused_port()}"
+    address = f"127.0.0.1:{free_ports()[0]}"
     with pytest.raises(OSError, match=f"no Mooncake master at {address}"):
         StoreWorker(MooncakeStore(address, secret=bytes(32)), memory(), IDENTITY)
     assert "setup" not in library.calls

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -15,16 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_ports
+
 ACCESS = {"accessKey": "key", "secretKey": "secretsecret"}
 BUCKET = "kvtest"
 _SERVICES = ("s3", "master", "volume", "filer")
 WEED = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Weed:
@@ -33,7 +28,7 @@ class Weed:
     def __init__(self, folder: Path) -> None:
         user = {"name": "test", "credentials": [ACCESS], "actions": ["Admin", "Read", "Write", "List"]}
         (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
-        ports = {service: (free_port(), free_port()) for service in _SERVICES}
+        ports = {service: free_ports(2) for service in _SERVICES}
         words = [str(WEED), "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
         words += [f"-{service}.port={port}" for service, (port, _) in ports.items()]
         words += [f"-{service}.port.grpc={port}" for service, (_, port) in ports.items()]
