@@ -21,7 +21,6 @@ from kvpool.integrations.metric_definitions import DEFINITIONS
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool import GroupStats
 from kvpool.pool.stats import Histogram, TierStats
-from tests import debug
 from tests.device.faults import FaultyDevice
 
 Scrape = Callable[[], "Scraped"]
@@ -333,20 +332,6 @@ def test_tiers_of_a_group_are_those_of_its_blocks(mix: str) -> None:
             copies = set(cached(cache)[group.index, "device"]) & set(cached(cache)[group.index, "host"])
             assert group_stats.host.redundant == len(copies) and (group.kind == "cross" or copies)
         cache.release(live)
-
-
-def test_pins_are_those_of_each_group() -> None:
-    with pool_of("full window full") as cache:
-        seed(cache, range(9))
-        cache.content.offload(list(range(9)))
-        first, _, last = (debug.cached(state) for state in cache.core.states)
-        group = cache.groups[2]
-        device = [min(first["device"].values()), *(group.first_device_block + b for b in last["device"].values())]
-        host = [group.first_host_block + b - group.device_blocks for b in last["host"].values()]
-        with cache.pin_blocks([*device, *host, device[0]]):
-            stats = cache.stats()
-            assert [(each.device.pinned, each.host.pinned) for each in stats.groups] == [(1, 0), (0, 0), (2, 2)]
-            assert (stats.device.pinned, stats.host.pinned) == (3, 2), "a block that is pinned twice is one block"
 
 
 @pytest.mark.parametrize("mix", MIXES)
