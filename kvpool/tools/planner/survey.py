@@ -384,7 +384,7 @@ class Surveyor:
     blocks count. The last token of a prompt is never found. An answer takes memory. If the trace has its tokens, the
     next request can find them, since no chat goes on before it has its answer. Namespaces are those of the replay.
 
-    Memory grows by about 60 bytes for each distinct block in the sample, by 48 bytes for each request, and by 24 for
+    Memory grows by about 60 bytes for each distinct block in the sample, by 56 bytes for each request, and by 24 for
     each run of blocks that it finds. Contents are distinguished by 64-bit keys. Not thread-safe.
     """
 
