@@ -3,6 +3,7 @@ of that takes longer than most runs. It reads lines of JSON and answers each wit
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -79,7 +80,8 @@ def run(request: dict[str, Any]) -> None:
             os.dup2(file.fileno(), number)
     outcomes, reach = Outcomes(), request["reach"]
     status = pytest.main(request["arguments"], plugins=[outcomes, *([Reach(reach)] if reach else [])])
-    package = str(getattr(sys.modules.get("kvpool"), "__file__", None))
+    spec = importlib.util.find_spec("kvpool")  # that of the module that was imported, if it was
+    package = str(spec and spec.origin)
     result = {"status": int(status), "package": package, "failed": outcomes.failed, "seconds": outcomes.seconds}
     Path(request["result"]).write_text(json.dumps(result), encoding="utf-8")
 
