@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -91,17 +91,28 @@ class Reach:
     def __init__(self, copy: Bench, tests: Sequence[str]) -> None:
         import coverage
 
-        file = copy.folder / "reach"
-        self._seconds = copy.reached(tests, file)
+        self._seconds: dict[str, float] = {}
+        self._reaching: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+        paths = [copy.folder / test for test in tests]
+        for file in (file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])):
+            data = coverage.CoverageData(str(copy.folder / "reach"))
+            data.erase()
+            seconds = copy.reached(file, copy.folder / "reach")
+            if not seconds:
+                print(f"LEFT OUT {file.relative_to(copy.folder)}", flush=True)
+                continue
+            self._seconds |= seconds
+            data.read()
+            for source in data.measured_files():
+                for line, tests_there in data.contexts_by_lineno(source).items():
+                    self._reaching[source, line].update(tests_there)
         copy.patience = 4 * SECONDS
-        self._data = coverage.CoverageData(str(file))
-        self._data.read()
 
     def tests(self, place: Place) -> list[str]:
         """The fastest, as many as take half a minute."""
         line = getattr(place.code(), "lineno", 0)
-        reaching = self._data.contexts_by_lineno(str(place.owner.file)).get(line, [])
-        fastest = sorted((test for test in reaching if test in self._seconds), key=self._seconds.__getitem__)
+        reaching = self._reaching[str(place.owner.file), line] & self._seconds.keys()
+        fastest = sorted(reaching, key=lambda test: (self._seconds[test], test))
         sums = itertools.accumulate(self._seconds[test] for test in fastest)
         return [test for test, until in zip(fastest, sums, strict=True) if until < SECONDS or test == fastest[0]]
 
