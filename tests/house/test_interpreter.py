@@ -33,6 +33,36 @@ for i in (0, 1, -1, 2):
         print("refused")
 """
 
+INTEGERS = """
+import numpy as np
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, array_at, call, entry_of
+@jit
+def seen(values, i):
+    at = address_of(values)
+    signed, unsigned = array_at(at, (2,), np.int32), array_at(at, (2,), np.uint32)
+    return signed[i] << 32, unsigned[i] - 1, array_at(at, (2,), np.uint16)[i] * 2**20
+@jit
+def inverted(flag):
+    return ~flag
+@jit
+def passed(entry, values, i):
+    return call(entry, (values[i] == 0,))
+values = np.array([-(2**31), 0], np.int32)
+for i in range(2):
+    print(*map(int, seen(values, np.int64(i))), passed(entry_of(inverted, 0), values, np.int64(i)))
+"""
+
+NARROW = """
+import numpy as np
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import entry_of
+try:
+    entry_of(jit(lambda values: values[0]), np.zeros(1, np.int32))
+except AssertionError as error:
+    print(error)
+"""
+
 
 def python(*arguments: str, jit: bool) -> str:
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "0" if jit else "1", "PYTHONPATH": str(ROOT)}
@@ -51,6 +81,14 @@ def test_no_index_counts_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
     for jit in (False, True):
         assert python("-c", INDEXES, jit=jit).split() == ["1", "3", "refused", "refused"]
+
+
+def test_integers_are_as_wide_as_in_machine_code() -> None:
+    assert python("-c", INTEGERS, jit=False) == python("-c", INTEGERS, jit=True)
+
+
+def test_what_is_called_by_its_number_returns_an_int64() -> None:
+    assert "expected int64 or nothing, got int32" in python("-c", NARROW, jit=True)
 
 
 def test_a_python_without_the_gil_is_refused() -> None:

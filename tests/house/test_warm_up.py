@@ -151,7 +151,7 @@ sys.exit(main(["warm-up", "--into", sys.argv[1]]))
 # Processes share the work of compiling: they keep what one process keeps, and the loss of one loses nothing.
 
 
-PROGRAM = "from kvpool.hostcache.warming import warm_host_cache; warm_host_cache()"
+PROGRAM = "from kvpool.hostcache.warming import warm_host_cache; warm_host_cache(['adaptive'])"
 ENDLESS = """
 import os, time
 helper = os.getppid()

@@ -33,11 +33,16 @@ class _Record(np.void):  # type: ignore[misc]  # final for type checkers only
         self[name] = value
 
 
+_NARROW = frozenset({np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32})
+
+
 class _Array(np.ndarray[Any, Any]):
-    """An array of records, or its view, as jitted code sees it: no index counts from its end."""
+    """An array, or its view, as jitted code sees it: no index counts from its end, and an integer is read as int64, as
+    machine code widens it."""
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(_counted(index))
+        value = super().__getitem__(_counted(index))
+        return np.int64(value) if type(value) in _NARROW else value
 
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_counted(index), value)
@@ -188,12 +193,19 @@ def entry_of(function: Any, *arguments: Any) -> int:
         kinds = tuple(map(type_of, arguments))
         function.compile(kinds)
         compiled = function.overloads[kinds]
+        result = compiled.signature.return_type
+        assert result in (types.int64, types.none), f"{function.__name__}: expected int64 or nothing, got {result}"
         return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
     _functions[id(function)] = function
     return id(function)
 
 
-@primitive(lambda entry, args: np.int64(_functions[int(entry)](*args) or 0), lambda entry, args: types.int64)
+def _plain_call(entry: int, args: Sequence[Any]) -> Any:
+    passed = [value if issubclass(type(value), (np.void, np.ndarray)) else np.int64(value) for value in args]
+    return np.int64(_functions[int(entry)](*passed) or 0)
+
+
+@primitive(_plain_call, lambda entry, args: types.int64)
 def call(code: Code) -> Any:
     """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers and flags
     are passed as int64. Arrays must be contiguous.
