@@ -624,13 +624,15 @@ def _cut(bases: Any, planes: Any, blocks: Any, host_blocks: Any, span: Any, out:
 def _add_block(out: Any, cursor: Any, engine: int, host: int, plane: Any, tokens: Any, into_host: bool) -> None:
     """Add some tokens of one plane of a block, in the order of the host's bytes."""
     first, end = tokens
-    run = plane[_RUN]
-    if plane[_TOKEN] == run and plane[_HOST_TOKEN] == run:  # tokens follow each other in both memories
-        engine, host, run = engine + first * run, host + first * run, (end - first) * run
-        first, end = 0, 1
-    outer = first, end, plane[_TOKEN], plane[_HOST_TOKEN]
-    inner = 0, plane[_HEADS], plane[_HEAD], plane[_HOST_HEAD]
-    if plane[_HOST_HEAD] > plane[_HOST_TOKEN]:
+    run, heads, head, host_head = plane[_RUN], plane[_HEADS], plane[_HEAD], plane[_HOST_HEAD]
+    token, host_token = plane[_TOKEN], plane[_HOST_TOKEN]
+    if token == host_token == run:  # tokens follow each other in both memories: the usual case, without the loops below
+        for h in range(heads):
+            source, target = engine + h * head + first * run, host + h * host_head + first * run
+            _add(out, cursor, source, target, (end - first) * run, into_host)
+        return
+    outer, inner = (first, end, token, host_token), (0, heads, head, host_head)
+    if host_head > host_token:
         outer, inner = inner, outer
     for i in range(outer[0], outer[1]):
         for j in range(inner[0], inner[1]):
