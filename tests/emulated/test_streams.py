@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from kvpool import KVCacheManager
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
+from kvpool.device.cuda import CudaDevice
 from tests import debug
 from tests.emulated import lab
 from tests.emulated.lab import Driver
@@ -85,3 +89,23 @@ def test_sequences_of_a_stream_that_cannot_be_used_go_on_on_another(driver: Driv
         again = cache.add_sequence(list(range(100, 124)), stream=good)
         cache.release(again, stream=good)
         cache.verify()
+
+
+def test_a_device_waits_for_its_streams_while_another_thread_adds_one(driver: Driver) -> None:
+    device = CudaDevice()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        """Whenever the list of streams could be left to another thread, add one."""
+        if frame.f_code.co_name == "<genexpr>":
+            device.create_stream("another")
+        return trace
+
+    device.create_stream("first")
+    before, sys_trace = len(device._streams.own), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        device.synchronize()
+    finally:
+        sys.settrace(sys_trace)
+    assert len(device._streams.own) > before
+    device.close()

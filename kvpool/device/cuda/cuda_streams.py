@@ -190,7 +190,8 @@ class UsedStreams:
         can only be waited for with the whole GPU. CUDA refuses that while any stream of the GPU is captured, and ends
         the capture, so it is not done when ``closing``.
         """
-        for stream, event in [(NULL_STREAM, None), *self._used.values(), *((ours, None) for ours in self.own.values())]:
+        own = list(self.own.values())  # at once: another thread may add one
+        for stream, event in [(NULL_STREAM, None), *self._used.values(), *((ours, None) for ours in own)]:
             if state_of(self._calls, stream) == USABLE:
                 with self._calls("cudaStreamSynchronize", unsafe=True) as runtime:
                     runtime.streamSynchronize(stream.handle)
