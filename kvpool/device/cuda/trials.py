@@ -113,12 +113,12 @@ def _difference(device: Device, path: str, layout: BlockLayout, stream: Stream, 
     # The device tier is written from the second half of the host tier, and read to there, by plain copies.
     whole_tier = np.array([[far + nbytes, near, nbytes]])
 
-    def copied(copies: Int64s, by: str) -> Array:
-        """The bytes of both tiers after these copies."""
+    def copied(copies: Int64s, by: str, beside: _Load | None = None) -> Array:
+        """The bytes of both tiers after these copies, made beside others."""
         host[:] = content
         _by(PLAIN, device, stream, whole_tier)
-        if load is not None:
-            load.enqueue()
+        if beside is not None:
+            beside.enqueue()
         for some in np.split(copies, _PARTS):
             _by(by, device, stream, some)
         _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
@@ -133,7 +133,7 @@ def _difference(device: Device, path: str, layout: BlockLayout, stream: Stream, 
                 "fragments": _fragments(nbytes, layout is _LAYOUTS[1]) + ends,
             }.items():
                 content = random.integers(0, 256, 2 * nbytes, np.uint8)
-                if not np.array_equal(copied(copies, PLAIN), copied(copies, path)):
+                if not np.array_equal(copied(copies, PLAIN), copied(copies, path, load)):
                     return f"{direction} of {what} gave other bytes"
                 if load is not None and not load.is_right():
                     return f"copies beside {direction} of {what} gave other bytes"
