@@ -1,7 +1,7 @@
 """What jitted code trusts is private memory of the call: for every public verb, and for every array that it takes.
 
 No array that jitted code is handed may share memory with the caller's, and no address may point into it; nor may the
-keys of a store's job. What is no array is read once.
+keys of a store's job. What is no array of NumPy's is read once.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case,
         if isinstance(answer, StoreRequest):
             look(answer.keys)
     assert not seen, f"{case.verb}: {name}: {seen[0]}"
+    # Who reads it looks for its interface, and takes it.
+    assert form != "interface" or arguments[name].count <= 2, f"{case.verb}: {name}: read again"
 
 
 @pytest.mark.parametrize(
