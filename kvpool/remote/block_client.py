@@ -238,7 +238,7 @@ class BlockClient(Closing):
         Changes the pool: blocks enter its host tier under keys that it computed itself, each as a whole.
         """
         priority = priority_argument("priority", priority)
-        with self._exclusive():
+        with self._free(), self._disconnecting():
             keys = prompt if isinstance(prompt, BlockKeys) else self._cache.block_keys(prompt)
             entered = 0
             try:
@@ -311,7 +311,7 @@ class BlockClient(Closing):
             raise ValueError(
                 f"group: expected one that is not for cross attention, of which nothing is served, got {which}"
             )
-        with self._exclusive():
+        with self._free(), self._disconnecting():
             fetched: list[Buffer | None] = []
             for _, blocks in self._exchange(key_rows(keys).tobytes(), which):
                 if self._transport.reuses_memory:
@@ -321,7 +321,7 @@ class BlockClient(Closing):
 
     def close(self) -> None:
         """Disconnect. All other calls raise ValueError from then on. A second call does nothing."""
-        with self._exclusive(closing=True):
+        with self._free(), self._disconnecting(closing=True):
             self._disconnect()
             context, self._context = self._context, None
             if context is not None:
@@ -329,11 +329,16 @@ class BlockClient(Closing):
 
     # -- the connection --------------------------------------------------------------------------
 
-    @contextmanager
-    def _exclusive(self, closing: bool = False) -> Iterator[None]:
-        """Allow one call at a time. A call that fails leaves no connection."""
-        if not self._busy.acquire(blocking=False):
+    def _free(self) -> threading.Lock:
+        """The lock of a call, which is taken by ``with`` in the call itself. Raises RuntimeError if another one has it.
+        Of two calls that find it free at the same moment, one waits."""
+        if self._busy.locked():
             raise RuntimeError("another thread is inside a call of this client: give each thread its own")
+        return self._busy
+
+    @contextmanager
+    def _disconnecting(self, closing: bool = False) -> Iterator[None]:
+        """Leave no connection if the call fails. ``closing``: the client may be closed."""
         try:
             if self._context is None and not closing:
                 raise ValueError("the client is closed")
@@ -341,8 +346,6 @@ class BlockClient(Closing):
         except BaseException:
             self._disconnect()
             raise
-        finally:
-            self._busy.release()
 
     def _disconnect(self) -> None:
         link, self._link = self._link, None

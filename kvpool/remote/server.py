@@ -158,7 +158,7 @@ class Server:
         """Disconnect all clients, wait for the thread, and free what it had. May be called again."""
         # In this order: if an exception of a handler comes in between, another ``close`` wakes the thread.
         self.stopping = True
-        self.post(int)
+        self.post(lambda: None)
         if self._thread.ident is not None:
             self._thread.join()
         with self._closing:

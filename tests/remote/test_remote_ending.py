@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from workers import Make, stored, worker
 
 from kvpool.errors import ForkedProcess
 from kvpool.integrations.kv_events import KVEventPublisher
-from kvpool.remote import BlockClient, BlockServer, connections
+from kvpool.remote import BlockClient, BlockServer, block_client, connections
 from tests.children import in_child, refuses
+from tests.exact import At
 
 
 class Stuck:
@@ -42,6 +45,19 @@ def test_a_context_that_does_not_end_is_left_with_a_warning(
     assert stuck.asked.is_set() and kept == [stuck], "kept, since its destructor would wait"
     assert "did not end" in caplog.text
     stuck.ended.set()
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
+def test_a_signal_handler_that_raises_at_any_instruction_leaves_a_client_that_can_be_called(make: Make) -> None:
+    here, errors = worker(make), list[BaseException | None]()
+    for step in itertools.count(1):
+        with BlockClient("tcp://127.0.0.1:1", here.cache) as client:
+            signal = At(step, within=block_client.__file__)
+            errors.append(signal.run(client.close))  # Kept with its frames, as by an interactive session.
+            client.close()  # Not refused, as from another thread.
+        if not signal.reached:
+            break
+    assert step > 5
 
 
 def test_a_client_that_nobody_closed_keeps_nobody_waiting() -> None:
