@@ -107,6 +107,7 @@ def test_plan_reads_a_models_own_config(
     [
         ("{", "config.json"),
         ("[]", "no object"),
+        ("[" * 200_000, "config.json: maximum recursion depth exceeded"),
         (None, "No such file"),
         (json.dumps(LLAMA | {"num_hidden_layers": "x"}), "num_hidden_layers: expected an integer above 0, got 'x'"),
     ],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
+from kvpool.pool.keys import Admission
 from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, read_trace, synthetic
 from kvpool.tools.replay.engine import Admit, Append, Finish, schedule
 from tests import data
@@ -196,6 +197,20 @@ def test_bytes_that_change_without_the_pool_are_found_at_release() -> None:
 
     with Replay(trace, ReplayConfig(SMALL, 32, active=1, verify=True, device="cpu"), progress=overwrite) as replay:
         with pytest.raises(VerificationError, match="request 0 .*was overwritten while in use"):
+            replay.run()
+
+
+def test_cached_tokens_that_are_not_the_hits_by_kind_fail_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = native((block(0) + [7], None), (block(0) + [7], None))
+    with Replay(trace, ReplayConfig(SMALL, 32, active=1, verify=True, device="cpu")) as replay:
+        admit = replay.cache.add_sequence_batch
+
+        def miscounted(*arguments: Any, **options: Any) -> Admission:
+            admission = admit(*arguments, **options)
+            return admission._replace(host_tokens=admission.device_tokens)
+
+        monkeypatch.setattr(replay.cache, "add_sequence_batch", miscounted)
+        with pytest.raises(AssertionError, match=r"request 1 .*: 16 cached tokens, but \[16, 16, 0\] by kind"):
             replay.run()
 
 

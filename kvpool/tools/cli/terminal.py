@@ -122,7 +122,7 @@ def layout_of_model(options: argparse.Namespace, name: str, **shape: Any) -> Blo
             return BlockLayout(tokens_per_block=options.tokens_per_block, **shape)
         if name in PRESETS:
             return BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, **shape)
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, RecursionError) as error:
         return options.error(f"{name}: {error}" if name.endswith(".json") else str(error))
     return options.error(f"--model: expected a config.json or one of {', '.join(sorted(PRESETS))}, got {name!r}")
 

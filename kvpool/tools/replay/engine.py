@@ -397,6 +397,9 @@ class Replay(Closing):
         self._peak_active = max(self._peak_active, len(self._running))
         if verifier is not None:
             cached, blocks = int(admission.cached_tokens[0]), self._blocks(running)
+            by_kind = [int(n[0]) for n in (admission.device_tokens, admission.host_tokens, admission.partial_tokens)]
+            if cached != sum(by_kind):
+                raise AssertionError(f"{request.name}: {cached} cached tokens, but {by_kind} by kind")
             verifier.check(blocks, states[:cached], "was handed out as cached", stream)
             verifier.verified.reused_tokens += cached
             verifier.write(blocks, cached, states[cached : request.input_length], stream)
