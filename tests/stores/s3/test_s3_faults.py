@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,13 @@ def objects(weed: Weed, place: str, kind: str = "packs") -> list[str]:
     return [entry["path"] for page in weed.client().list(prefix) for entry in page]
 
 
+def impatient(again: Again, piece_bytes: int = 1 << 22, **options: Any) -> StoreWorker:
+    """A queue whose store has a short timeout. Under load, requests of ``open`` may exceed it: it is opened again."""
+    while True:
+        with suppress(OSError):
+            return open_queue(again(**options), piece_bytes=piece_bytes)
+
+
 def answered(call: Callable[[], StoreRequest]) -> list[int]:
     """The codes of a call to a store that is impatient: it is made until no block of it has failed."""
     while FAILED in (answer := codes_of(call())):
@@ -63,7 +70,7 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
     again: Again, proxy: Proxy, weed: Weed, place: str, drop: str, by_another: bool
 ) -> None:
     """Whoever has sent it, and whoever looks."""
-    with open_queue(again(endpoint=proxy.address, timeout=0.5)) as saving, open_queue(again()) as other:
+    with impatient(again, endpoint=proxy.address, timeout=0.5) as saving, open_queue(again()) as other:
         dropping = other if by_another else saving
         keys, tag = keys_of(saving, 6), saving.secret.tag(b"tenant")
         fill(saving.memory, 6)
@@ -169,7 +176,7 @@ def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, p
 
 
 def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(again: Again, proxy: Proxy) -> None:
-    with open_queue(again(endpoint=proxy.address, timeout=0.3)) as queue, open_queue(again()) as patient:
+    with impatient(again, endpoint=proxy.address, timeout=0.3) as queue, open_queue(again()) as patient:
         keys, proxy.hold = saved(patient, 2), "GET kvpool5-packs"
         while not proxy.held.acquire(blocking=False):
             assert codes_of(queue.load(keys, np.arange(10, 12))) == [FAILED] * 2
@@ -181,7 +188,7 @@ def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(a
 
 @pytest.mark.parametrize("kind", ["find", "load", "save"])
 def test_nothing_is_served_while_drops_cannot_be_read(again: Again, proxy: Proxy, kind: str) -> None:
-    with open_queue(again(endpoint=proxy.address, timeout=0.3)) as queue, open_queue(again()) as patient:
+    with impatient(again, endpoint=proxy.address, timeout=0.3) as queue, open_queue(again()) as patient:
         keys, proxy.hold = saved(patient, 2), "GET kvpool5-drops"
         rows = () if kind == "find" else (np.arange(2),)
         while not proxy.held.acquire(blocking=False):
@@ -195,7 +202,7 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
     again: Again, proxy: Proxy, status: int
 ) -> None:
     """A full server answers with 500 or 507."""
-    with open_queue(again(endpoint=proxy.address, timeout=0.5)) as queue, open_queue(again()) as patient:
+    with impatient(again, endpoint=proxy.address, timeout=0.5) as queue, open_queue(again()) as patient:
         keys, proxy.status = saved(patient, 2), status
         other = keys_of(queue, 2, 10)
         assert codes_of(queue.save(other, np.arange(2))) == [FAILED] * 2
@@ -209,7 +216,7 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
 
 
 def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: Again, weed: Weed) -> None:
-    with open_queue(again(timeout=1.0), piece_bytes=1 << 14) as queue:
+    with impatient(again, 1 << 14, timeout=1.0) as queue:
         fill(queue.memory, 48)
         keys = keys_of(queue, 48)
         first = answered(lambda: queue.save(keys[:4], np.arange(4)))
@@ -224,8 +231,8 @@ def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: A
         with open_queue(again()) as later:
             loaded = right(later, begin_load(later, keys))
             assert (loaded.codes[codes == OK] == OK).all() and set(loaded.codes.tolist()) <= {OK, ABSENT}
-        assert done(queue.forget(keys)).dropped == loaded.ok
-        assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 48
+        assert done(queue.forget(keys)).ok == 48
+        assert answered(lambda: queue.find(keys)) == [ABSENT] * 48
 
 
 def test_a_save_that_was_killed_half_way_leaves_nothing_or_whole_packs(again: Again, weed: Weed, place: str) -> None:
