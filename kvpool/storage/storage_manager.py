@@ -11,10 +11,9 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -64,6 +63,14 @@ SAVE_DEADLINES = 4
 _ENDED = "the storage manager has ended: it or its pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class _Order(NamedTuple):
+    """What the thread is to do, and who gets what that raises. This is no ``Future``: a signal handler that raises in a
+    call of one may leave its lock held, for which the thread would wait."""
+
+    work: Callable[[], object]
+    failed: Callable[[BaseException], object]
 
 
 @dataclass(frozen=True)
@@ -219,7 +226,7 @@ class StorageManager(Closing):
             memory = staging_rows(rows, nbytes + padding)
             return make(store, memory, identity, name=name, health=health, row_padding=padding)
 
-        self._orders: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._orders = deque[_Order]()
         self._lock = threading.Lock()
         self._idle = Bell()
         self._turns = self._awaited = 0
@@ -270,7 +277,7 @@ class StorageManager(Closing):
         seconds = self._load_seconds if timeout is None else number_argument("timeout", timeout)
         now_s = self._clock()
         handle = Prefetch(keys, now_s + seconds, now_s + number_argument("spare", spare))
-        self._order(lambda: self._prefetches.begin(handle)).add_done_callback(partial(_end_failed, handle))
+        self._order(lambda: self._prefetches.begin(handle), partial(_end_failed, handle))
         return handle
 
     def match_prefix(self, prompt: Prompt) -> Match:
@@ -395,11 +402,11 @@ class StorageManager(Closing):
             raise TypeError(f"prompt: expected exactly one of them, got {prompt!r:.80}, namespace={namespace!r:.80}")
         if namespace is not None:
             pair = namespace_argument("namespace", namespace)
-            return self._order(lambda: self._forget_namespace(pair)).result()
+            return self._ordered(lambda: self._forget_namespace(pair))
         exact_prompt: Any = in_numpy("prompt", prompt)
         alone = is_keys(exact_prompt) and not isinstance(exact_prompt, BlockKeys)
         blocks = key_rows(exact_prompt) if alone else self._pool.block_keys(exact_prompt)
-        return self._order(lambda: self._forget_blocks(blocks)).result()
+        return self._ordered(lambda: self._forget_blocks(blocks))
 
     def clear(self, force: bool = False) -> Forgotten:
         """Do what ``KVCacheManager.clear`` does, and drop everything of this identity from every store.
@@ -431,7 +438,7 @@ class StorageManager(Closing):
         Changes the pool.
         """
         force = bool_argument("force", force)
-        return self._order(lambda: self._forget_all(force)).result()
+        return self._ordered(lambda: self._forget_all(force))
 
     @property
     def pool(self) -> KVCacheManager:
@@ -541,8 +548,8 @@ class StorageManager(Closing):
         finally:
             with self._lock:
                 self._ended = True
-                for order, _ in self._orders:
-                    order.set_exception(PoolClosed(_ENDED))
+                for order in self._orders:
+                    order.failed(PoolClosed(_ENDED))
                 self._idle.ring()
             self._prefetches.stop_all("closed")
             self._storage.give_up("cancelled")
@@ -552,11 +559,12 @@ class StorageManager(Closing):
         """One round of work. Returns how long to wait for the next."""
         orders = len(self._orders)
         for _ in range(orders):
-            order, work = self._orders.popleft()
+            order = self._orders.popleft()
             try:
-                order.set_result(work())
-            except BaseException as error:  # It is raised where it was wanted.
-                order.set_exception(error)
+                order.work()
+            except BaseException as error:
+                order.failed(error)
+            self._idle.ring()
         busy = self._storage.poll()
         self._prefetches.turn()
         unsaved, behind = self._unsaved.next(whole=self._turns < self._awaited)
@@ -575,16 +583,24 @@ class StorageManager(Closing):
         until = self._prefetches.next_deadline()
         return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))
 
-    def _order(self, work: Callable[[], T]) -> Future[T]:
-        """Have the thread do this between its turns. Raises PoolClosed."""
-        order: Future[T] = Future()
+    def _ordered(self, work: Callable[[], T]) -> T:
+        """Have the thread do this between its turns, wait for it, and raise what it raises."""
+        results, errors = list[T](), list[BaseException]()
+        self._order(lambda: results.append(work()), errors.append)
+        self._idle.wait_for(lambda: bool(results or errors))
+        if errors:
+            raise errors.pop()
+        return results[0]
+
+    def _order(self, work: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
+        """Have the thread do this between its turns. ``failed`` gets what it raises, or PoolClosed if the thread ends
+        before. Raises PoolClosed."""
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)
-            self._orders.append((order, work))
+            self._orders.append(_Order(work, failed))
             self._quiet = False
         os.eventfd_write(self._wake, 1)
-        return order
 
     # -- what must go: between two turns, so that nothing is half imported or copied -----------------
 
@@ -637,12 +653,11 @@ class StorageManager(Closing):
         return Forgotten(blocks, drops)
 
 
-def _end_failed(handle: Prefetch, order: Future[None]) -> None:
+def _end_failed(handle: Prefetch, error: BaseException) -> None:
     """End a prefetch that could not begin. What is wrong with one does not end all."""
-    error = order.exception()
     if isinstance(error, PoolClosed):
         handle.end("closed")
-    elif error is not None:
+    else:
         _log.error("a prefetch has failed", exc_info=error)
         handle.end("failed")
 

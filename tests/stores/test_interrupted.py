@@ -21,6 +21,7 @@ from kvpool.storage.store_requests import StoreRequest
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
 from tests.stores.lab import BLOCK_BYTES, Wrong, begin_load, done, memory, saved
+from tests.stores.pool_lab import make_engine, make_manager, store, tokens
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS, NEW = keys("a", "b", "c"), keys("new", "newer")
@@ -243,6 +244,16 @@ def test_a_handler_that_raises_takes_no_callback_away_and_counts_no_block_that_w
             queue.poll()
             assert len(called) == 1 or name == "save" and not called, at.where
             assert not queue.stats().queued_blocks, at.where
+
+
+@pytest.mark.parametrize("name", ["prefetch", "forget"])
+def test_a_handler_that_raises_leaves_no_lock_for_which_the_thread_of_a_pools_storage_manager_waits(name: str) -> None:
+    engine = make_engine()
+    with engine.cache, make_manager(engine, store()) as manager:
+        prompt = engine.cache.block_keys(tokens(9))
+        for at in places(3):
+            at.run(lambda: getattr(manager, name)(prompt))
+            assert manager.drain(10), at.where
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
