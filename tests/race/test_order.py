@@ -13,6 +13,7 @@ from kvpool import KVCacheManager, LayerGroup, PoolClosed
 from kvpool.device.base import Device, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice, explore
 from kvpool.errors import DeviceError, LeaseExpired
+from kvpool.pool.transfer.waits import STREAMS_KEPT
 from tests.race.lab import RUNS, Lab, Runs
 
 
@@ -148,6 +149,19 @@ def test_a_stream_that_a_sequence_is_on_keeps_its_number() -> None:
     pass_through(lab, 40)
     lab.commit(lab.append(sequence, [4]))  # on the stream that it used last
     assert lab.add([1, 2, 3, 4, 5], stream=lab.b).cached == 4
+    assert not lab.findings()
+
+
+def test_a_stream_that_the_end_of_a_lease_names_keeps_its_number() -> None:
+    """The end is enqueued with the next decision."""
+    lab = Lab(4, 0)
+    lab.seed([1, 2, 3], committed=2, stream=lab.b)
+    leases = [lab.cache.pin(lab.keys([1, 2, 3]), stream=lab.b) for _ in range(2)]
+    pass_through(lab, STREAMS_KEPT)
+    lab.read(leases[0], [1, 2], lab.b)
+    leases[0].close()
+    leases[1].close(lab.sim.create_stream("new"))  # while the end is not queued
+    lab.add([11, 12, 13, 14, 15, 16, 17], stream=lab.a)  # while it is; needs the block that was leased
     assert not lab.findings()
 
 

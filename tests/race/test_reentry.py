@@ -14,6 +14,7 @@ from engine import small_layout
 from kvpool import KVCacheManager, Lease, PoolClosed
 from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.errors import DeviceError, LeaseExpired
+from kvpool.pool.transfer import transfer
 from kvpool.pool.transfer.waits import STREAMS_KEPT
 from steps import arrays
 from tests.race.lab import Lab
@@ -139,6 +140,25 @@ def test_a_call_inside_a_decision_keeps_the_stream_of_that_decision(monkeypatch:
     monkeypatch.setattr(names, "learn", meanwhile)
     assert lab.add([1, 2, 3], stream=lab.a).cached == 2
     assert not lab.findings()
+
+
+def test_a_call_while_a_decision_is_collected_takes_its_copies_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(4, 4)
+    lab.seed([1, 2, 3], committed=2)
+    other = lab.cache.add_sequence([41, 42, 43])
+    take = transfer.partial
+
+    def meanwhile(function: Any, *args: Any) -> Any:
+        if function is transfer.collect:
+            monkeypatch.setattr(transfer, "partial", take)
+            lab.cache.release(other)
+        return take(function, *args)
+
+    monkeypatch.setattr(transfer, "partial", meanwhile)
+    assert lab.cache.content.offload([1, 2, 3]) == 1
+    with lab.cache.pin(lab.keys([1, 2, 3]), tier="host") as lease:
+        lab.read(lease, [1, 2])
+    assert lab.cache.sequences == [] and not lab.findings()
 
 
 @pytest.mark.parametrize("where", ["a decision", "copies"])
