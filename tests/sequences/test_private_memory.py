@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,49 @@ def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case,
 def test_arguments_are_copied(private: Callable[[Any], Any], values: Any) -> None:
     for form in (values, InterfaceOnly(values)) if values.ndim == 1 else (values,):
         assert not np.shares_memory(private(form), values)
+
+
+class Walk:
+    """Traces a call. Its argument has a wrong value during one line of those that check arguments. ``count``: how many
+    of these lines there were."""
+
+    def __init__(self, line: int, memory: Any, wrong: int) -> None:
+        self._memory, self._values, self.count = memory, {line: wrong, line + 1: memory[0]}, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Walk | None:
+        if not frame.f_code.co_filename.endswith("kvpool/common/arguments.py"):
+            return None
+        if event == "line":
+            self._memory[0] = self._values.get(self.count, self._memory[0])
+            self.count += 1
+        return self
+
+
+@pytest.mark.parametrize(
+    ("private", "values", "wrong"),
+    [
+        (partial(token_array, "prompt"), np.arange(3, dtype=np.int32), -1),
+        (partial(token_array, "prompt"), np.arange(3), -1),
+        (partial(int64_array, "ids"), np.arange(3, dtype=np.uint64), 1 << 63),
+    ],
+    ids=["tokens", "tokens of 64 bits", "unsigned integers"],
+)
+def test_a_value_that_is_wrong_during_any_line_is_checked_as_it_was_copied(
+    private: Callable[[Any], Any], values: Any, wrong: int
+) -> None:
+    lines, reached = 0, True
+    while reached:
+        memory = values.copy()
+        walk = Walk(lines, memory, wrong)
+        before = sys.gettrace()
+        sys.settrace(walk)
+        try:
+            with suppress(ValueError):
+                assert private(memory).tolist() == values.tolist()
+        finally:
+            sys.settrace(before)
+        reached, lines = walk.count > lines, lines + 1
+    assert lines > 4
 
 
 # -- the walk is whole -------------------------------------------------------------------------------
