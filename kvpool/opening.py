@@ -345,8 +345,9 @@ def open_host_cache(
 def _split(call: str, options: Mapping[str, Any], first: Any, second: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of each of two types. Raises TypeError for one that is of neither."""
     known = first.__optional_keys__ | second.__optional_keys__
-    for name in options.keys() - known:
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
     of_first = {name: value for name, value in options.items() if name in first.__optional_keys__}
     return of_first, {name: value for name, value in options.items() if name not in of_first}
 
