@@ -104,6 +104,30 @@ def test_a_duplicate_takes_over_when_the_published_block_is_gone(make: Make) -> 
         assert engine.reusable(range(9)) == 8, "the chain below it is found again"
 
 
+def test_a_duplicate_before_the_one_that_was_rewound_takes_over(make: Make) -> None:
+    engine = make(P=16)
+    second, first = engine.add(range(13)), engine.add(range(13))
+    engine.commit(second, 8)
+    engine.commit(first)
+    engine.commit(second)  # its third block is a duplicate
+    engine.append(engine.rewind(second, 9), range(50, 54))
+    third = engine.commit(engine.add([*range(4), *range(50, 55)]))
+    engine.commit(second)  # and now its second one
+    engine.release(third, store=False)
+    engine.commit(second)
+    assert engine.reusable([*range(4), *range(50, 55)]) == 8
+
+
+def test_what_replaced_reused_tokens_is_dropped_with_its_sequence(make: Make) -> None:
+    engine = make(P=16)
+    engine.seed(range(9))
+    sequence = engine.add(range(9))
+    assert sequence.cached == 8
+    engine.append(engine.rewind(sequence, 5), range(50, 55))
+    engine.release(engine.commit(sequence), store=False)
+    assert engine.reusable(range(9)) == 8 and engine.reusable([*range(4), *range(50, 55)]) == 4
+
+
 def test_a_lookup_compares_a_bounded_number_of_children(make: Make) -> None:
     engine = make(P=64)
     for child in range(40):
