@@ -35,6 +35,15 @@ def test_drafts_come_back_and_a_path_of_them_is_kept(make: Make) -> None:
     engine.commit(engine.accept_drafts(sequence, 4, [0, 2, 3]))
 
 
+def test_a_ttl_that_ends_while_its_block_is_held_again_changes_nothing(make: Make) -> None:
+    engine = make(P=4, S=4)
+    sequence = engine.commit(engine.add(range(9), retention=[(0, None, 80, 5)]))
+    engine.swap_out(sequence)
+    engine.resume(sequence)
+    engine.clock.now = 10
+    assert engine.cache.content.refresh() == 0
+
+
 # -- what is shared ----------------------------------------------------------------------------------------------------
 
 
