@@ -235,6 +235,20 @@ def test_one_chunk_that_cannot_be_unregistered_does_not_keep_the_others() -> Non
     assert not registrar.pinned
 
 
+def test_one_registration_that_cannot_be_ended_does_not_keep_the_others_and_is_tried_again() -> None:
+    array, registrar = owned(2), FakeRegistrar()
+    hold, begin = registrations.Hold(array), array.ctypes.data
+    for address in (begin, begin + PAGE):
+        hold.new(registrar).register(address, PAGE)
+    del registrar.pinned[begin + PAGE]
+    with pytest.raises(KeyError):
+        hold.release()
+    assert not registrar.pinned and not hold.released
+    registrar.pinned[begin + PAGE] = PAGE
+    hold.release()
+    assert not registrar.pinned and hold.released
+
+
 def test_more_than_the_machine_has_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     registrar = FakeRegistrar()
     for available, nbytes, message in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -393,6 +394,7 @@ def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(
     until(worker, lambda: not worker.in_flight)
     assert calls.made == [("done", False), ("returned", True)] and worker.free("load") == ROWS
     assert (job.codes == LATE).all() and not worker.wait(0)
+    assert worker.stats().blocks["load", "late"] == 3 and worker.health.stats().failed_requests == 1, "counted once"
 
 
 def test_rows_that_are_held_come_back_when_they_are_released(worker: StoreWorker) -> None:
@@ -449,8 +451,32 @@ def test_a_call_that_raises_keeps_no_other_from_being_made(worker: StoreWorker) 
     assert all(job.wait(600) for job in jobs)
     with pytest.raises(RuntimeError, match="mine"):
         worker.poll()
+    assert select.select([worker], [], [], 0)[0], "who waits for the descriptor learns of the other"
     until(worker, lambda: not worker.in_flight)
     assert len(calls.made) == 1
+
+
+def test_a_callback_that_polls_leaves_the_others_to_the_call_around_it(worker: StoreWorker) -> None:
+    calls, polled = Calls(), list[bool]()
+    jobs = [
+        worker.find(BlockNames(names(1)), lambda job: polled.append(worker.poll())),
+        worker.find(BlockNames(names(1)), calls.done),
+    ]
+    assert all(job.wait(600) for job in jobs)
+    until(worker, lambda: not worker.in_flight)
+    assert len(polled) == len(calls.made) == 1
+
+
+def test_blocks_that_were_dropped_before_a_call_began_with_them_wait_no_more(store: Wrong) -> None:
+    store.threads = 1
+    with open_queue(store, piece_bytes=BLOCK_BYTES) as queue:
+        keys, gate = saved(queue, 2), store.hold("find")
+        found = queue.find(keys)
+        gate.wait()
+        dropped = queue.forget(keys[1:])
+        gate.open()
+        assert codes_of(found) == [OK, CANCELLED] and dropped.wait(600)
+        assert not queue.stats().queued_blocks
 
 
 def test_threads_that_wait_share_rows_and_get_their_own_bytes(worker: StoreWorker) -> None:
