@@ -112,11 +112,15 @@ class PoolMetrics(Closing):
         TypeError
             For anything else.
         ValueError
-            If an open pool has that name, and if the collector is closed.
+            If an open pool has that name, if the name is not valid text, and if the collector is closed.
         PoolClosed
             If ``cache`` is closed.
         """
         pool = text_argument("pool", pool)
+        try:
+            pool.encode()
+        except UnicodeEncodeError as error:  # No scrape could write it, nor any other metric of the process.
+            raise ValueError(f"pool: expected what UTF-8 can say ({error.reason}), got {pool!a:.80}") from None
         if not isinstance(cache, (KVCacheManager, HostCache, StorageManager, HostStorageManager, *SERVERS)):
             accepted = "a KVCacheManager, a HostCache, their storage managers, or a StoreServer"
             raise TypeError(f"cache: expected {accepted}, got {cache!r:.80}")

@@ -159,8 +159,9 @@ def test_last_token_of_a_prompt_is_never_found_and_answers_are() -> None:
 
 
 def test_each_tenant_has_the_curve_of_its_own_requests_in_the_shared_cache() -> None:
-    requests = native(6, 80)
-    survey = survey_of(requests, tokens_per_block=3)
+    requests, done = native(6, 80), list[int]()
+    survey = survey_of(requests, tokens_per_block=3, progress=done.append)
+    assert done == [1] * 80
     assert {tenant.name for tenant in survey.tenants} == {"a", NOBODY}
     capacities = (1, 5, 20, 60, 150, 10_000)
     for capacity, hits_of_requests in zip(capacities, lru_hits(requests, 3, capacities), strict=True):

@@ -13,7 +13,7 @@ from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.tools.planner import stack
 from kvpool.tools.planner.stack import BUCKETS, GROUPS, REQUEST_EDGES, SECOND_EDGES, STEPS, UsedBlocks
-from kvpool.tools.replay.content import Request, namespace_digest
+from kvpool.tools.replay.content import Progress, Request, namespace_digest
 
 TENANTS_MAX = 64
 """How many tenants have a curve of their own. Later ones share one curve."""
@@ -530,6 +530,7 @@ def survey_of(
     *,
     tokens_per_block: int = 16,
     sample: float = 1.0,
+    progress: Progress = lambda count: None,
 ) -> Survey:
     """Survey requests.
 
@@ -541,6 +542,8 @@ def survey_of(
         At least 1.
     sample : float, default 1.0
         Share of the blocks to follow, 1e-6 to 1.
+    progress : callable
+        Called with 1 after each request.
 
     Returns
     -------
@@ -557,6 +560,7 @@ def survey_of(
     surveyor = Surveyor(tokens_per_block, sample)
     for request in requests:
         surveyor.record(request)
+        progress(1)
     return surveyor.survey()
 
 
