@@ -455,18 +455,19 @@ def test_a_lost_block_fails_the_sequences_that_hold_it_and_no_others() -> None:
 # -- what is checked -------------------------------------------------------------------------------
 
 
-def test_verify_finds_a_window_that_has_passed_too_much(make: Make) -> None:
-    engine = make(T=4, P=24, window=6)
+@pytest.mark.parametrize(("window", "last"), [(6, 3), (1, 4)], ids=["seen", "parent of the next block"])
+def test_verify_finds_a_window_that_has_passed_too_much(make: Make, window: int, last: int) -> None:
+    engine = make(T=4, P=24, window=window)
     sequence = engine.commit(engine.add(A[:20]))
     row, state = sequence.id & 0xFFFFFFFF, engine.cache.core.tokens
-    kept, first = state.table[row, 3], state.sequences["first"][row]
-    state.table[row, 3] = -1
+    kept, first = state.table[row, last], state.sequences["first"][row]
+    state.table[row, last] = -1
     with pytest.raises(IntegrityError, match="table: row"):
         engine.cache.verify()
-    state.sequences["first"][row] = 4
+    state.sequences["first"][row] = last + 1
     with pytest.raises(IntegrityError, match="window: sequence"):
         engine.cache.verify()
-    state.table[row, 3], state.sequences["first"][row] = kept, first
+    state.table[row, last], state.sequences["first"][row] = kept, first
 
 
 def test_a_duplicate_that_its_window_has_passed_is_not_published(make: Make) -> None:

@@ -210,6 +210,15 @@ def test_sequences_without_tokens_and_unknown_ones_are_named(make: Make, open_: 
         states.cache.keys_of(states.add([1, 2, 3]).id)
 
 
+def test_tokens_that_a_window_has_passed_are_those_of_another_group(open_: Open) -> None:
+    mixed, windowed = open_({"kind": "recurrent"}, {"window": 4}, {}), open_({"window": 4})
+    request = mixed.commit(mixed.add(range(17)))
+    assert same(mixed.cache.keys_of(request.id), mixed.cache.block_keys(range(17)))
+    request = windowed.commit(windowed.add(range(17)))
+    with pytest.raises(ValueError, match="a window has passed tokens of a sequence"):
+        windowed.cache.keys_of(request.id)
+
+
 def test_names_are_those_of_live_sequences_however_many_namespaces_there_were(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
