@@ -269,6 +269,27 @@ def test_a_rewind_never_passes_what_is_committed(open_: Open) -> None:
     assert len(sequence) == 7
 
 
+def test_a_rewind_to_a_state_that_others_hold_may_use_what_it_gives_back(open_: Open) -> None:
+    engine = open_(RECURRENT | {"snapshot_tokens": 4, "device_blocks": 3})
+    sequence = engine.append(engine.commit(engine.add(A[:6])), A[6:13])
+    state = engine.table(sequence)[1]
+    with engine.cache.pin_blocks(state):
+        assert engine.cache.free_blocks == 0
+        engine.rewind(sequence, 6)
+        assert engine.table(sequence)[1] != state
+
+
+def test_a_rewind_without_room_for_a_state_that_others_hold_is_refused(open_: Open) -> None:
+    engine = open_(RECURRENT | {"device_blocks": 2})
+    alone, shared = (engine.append(engine.add(A[i : i + 3]), A[i + 3 : i + 7]) for i in (0, 20))
+    engine.fork(shared)
+    engine.rewind(alone, 1)
+    before = everything(engine)
+    with pytest.raises(OutOfBlocks):
+        engine.cache.rewind([alone.id, shared.id], [3, 4])
+    assert everything(engine) == before
+
+
 def test_a_path_is_not_kept_without_room_for_the_states_that_others_hold(open_: Open) -> None:
     engine = open_({"device_blocks": 24}, RECURRENT | {"snapshot_tokens": 4, "device_blocks": 12})
     sequence = engine.commit(engine.add(A[:6]))
