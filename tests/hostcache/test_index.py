@@ -83,6 +83,17 @@ def test_an_owner_that_is_gone_loses_its_leases(make: Make) -> None:
     other.close()
 
 
+def test_a_read_that_is_no_use_leaves_what_others_hold_as_it_is(make: Make) -> None:
+    cache = make(3)
+    store(cache, "a", "b", "c")
+    other, lease = cache.pin(keys("a")), cache.pin(keys("a", "b", "c"))
+    lease.close(used=False)
+    cache.verify()
+    other.close()
+    assert cache.reserve(keys("d", "e")).evicted == [b"b", b"c"]
+    cache.verify()
+
+
 def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make) -> None:
     cache = make()
     store(cache, "a")
