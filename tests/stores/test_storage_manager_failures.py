@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,10 +16,11 @@ from kvpool.storage import MemoryStore, StorageManager
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.pool_adapter import Content, PoolAdapter, StoredContent
+from kvpool.storage.prefetches import Prefetches
 from kvpool.storage.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.seeds import some_of
-from tests.stores.lab import Gate, Wrong, fail
+from tests.stores.lab import Gate, Wrong, fail, raising
 from tests.stores.pool_lab import (
     IDENTITY,
     fetch,
@@ -220,6 +222,33 @@ def test_a_storage_manager_ends_with_its_pool() -> None:
         manager.prefetch(PROMPT)
     gate.open()
     assert manager.close(600) and manager.stats().saved_blocks == 0
+
+
+def test_a_prefetch_that_cannot_begin_ends_and_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_manager(engine, stocked(PROMPT)) as manager:
+        for error, why in ((RuntimeError("mine"), "failed"), (PoolClosed("mine"), "closed")):
+            with monkeypatch.context() as patched:
+                patched.setattr(Prefetches, "begin", raising(error))
+                assert prefetched(engine, manager, PROMPT).ended == why
+        assert fetch(engine, manager, PROMPT) == 10
+
+
+def test_what_was_asked_of_a_thread_that_ends_ends_with_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+
+    def fails(_: Prefetches) -> None:
+        gate()
+        raise RuntimeError("mine")
+
+    monkeypatch.setattr(Prefetches, "turn", fails)
+    with make_manager(engine, store()) as manager, ThreadPoolExecutor(1) as other:
+        gate.wait()
+        handle, forgotten = manager.prefetch(engine.prompt(PROMPT)), other.submit(manager.forget, PROMPT)
+        until(lambda: len(manager._orders) == 2)
+        gate.open()
+        assert handle.wait(600) and handle.ended == "closed"
+        with pytest.raises(PoolClosed, match="has ended"):
+            forgotten.result(600)
 
 
 @pytest.mark.parametrize(
