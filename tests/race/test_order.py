@@ -13,7 +13,7 @@ from kvpool import KVCacheManager, LayerGroup, PoolClosed
 from kvpool.device.base import Device, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice, explore
 from kvpool.errors import DeviceError, LeaseExpired
-from kvpool.pool.transfer.waits import STREAMS_KEPT
+from kvpool.pool.transfer.waits import STREAMS_KEPT, Order
 from tests.race.lab import RUNS, Lab, Runs
 
 
@@ -173,6 +173,19 @@ def test_a_stream_that_still_works_keeps_its_number() -> None:
         lab.release(lab.add([1, 2], stream=stream), store=False)  # all in the block that was released last
     assert len(lab.cache.core.transfer.order._streams) == 23  # type: ignore[union-attr]
     assert not lab.findings()
+
+
+def test_a_point_that_was_recorded_twice_is_complete_with_its_last_event() -> None:
+    """An exception of a signal handler came between its event and its number."""
+    device = SimDevice(0, progress=0.0)
+    order = Order(device, 1)
+    for point in (1, 1, 2):
+        device.launch(order.stream(0), lambda: None)
+        order._stream_points[0] = point - 1
+        assert order._record(0) == point
+    first, again, second = (event for _, event in order._events[0])
+    assert (order._event(0, 1), order._event(0, 2)) == (again, second) != (first, again)
+    device.close()
 
 
 def test_streams_are_known_by_their_handles() -> None:
