@@ -707,7 +707,7 @@ class HostCache(Closing):
         Returns
         -------
         list of bytes
-            The keys in the order of eviction. They count as read.
+            The keys in the order of eviction. With a cursor they count as read.
 
         Notes
         -----

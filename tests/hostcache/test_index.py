@@ -370,6 +370,8 @@ def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, poli
 def test_what_is_named_as_the_next_victims_goes_in_this_order(make: Make, policy: str) -> None:
     talks = Talks(make, policy)
     talks.cache.set_priority(keys_of("soon", 2), 10)
-    candidates = talks.cache.eviction_candidates(talks.cache.open_dirty_cursor(pending=True), 4 + 8, 20)
+    cursor = talks.cache.open_dirty_cursor(pending=True)
+    of_nobody, candidates, again = (talks.cache.eviction_candidates(c, 4 + 8, 20) for c in (None, cursor, None))
+    assert of_nobody == candidates == again, "without a cursor nothing is read, nor left out"
     assert len(candidates) == 8 and candidates[:2] == keys_of("soon", 2) and talks.here == (10, 10)
     assert talks.turn("other", 12, 3_002) == candidates and talks.cache.unsaved_blocks == 0
