@@ -258,7 +258,7 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_not_a_crash(
 def test_oldest_versions_are_those_of_the_package() -> None:
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
-    extras_of_developers = ("test", "bench", "docs", "dev", "coverage")
+    extras_of_developers = ("test", "bench", "docs", "dev")
     extras = "\n".join(
         text for name, text in settings["options.extras_require"].items() if name not in extras_of_developers
     )
