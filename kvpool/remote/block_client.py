@@ -308,9 +308,7 @@ class BlockClient(Closing):
         """
         which = self._cache.core.config.group(group)
         if not self._sizes[which]:
-            raise ValueError(
-                f"group: expected one that is not for cross attention, of which nothing is served, got {which}"
-            )
+            raise ValueError(f"group: expected a group without cross attention, got {which}")
         with self._free(), self._disconnecting():
             fetched: list[Buffer | None] = []
             for _, blocks in self._exchange(key_rows(keys).tobytes(), which):
