@@ -191,8 +191,8 @@ def test_the_length_of_an_encoder_is_given_exactly_where_there_is_cross_attentio
 
 
 def test_a_loader_brings_the_states_that_are_kept() -> None:
-    share = Share(np.array([-1, 3, -1, 5], np.int32), "recurrent", T, 14, 0)
-    assert share.slots().tolist() == [-1] * 7 + [3] + [-1] * 5 + [5], "after 8 and after all 14 tokens"
+    share = Share(np.array([-1, 0, -1, 5], np.int32), "recurrent", T, 14, 0)
+    assert share.slots().tolist() == [-1] * 7 + [0] + [-1] * 5 + [5], "after 8 and after all 14 tokens"
     assert share._replace(skip=8).slots().tolist() == [-1] * 13 + [5] and share._replace(skip=8).writes(0)[
         :, 0
     ].tolist() == [5]
