@@ -212,9 +212,7 @@ class Imports:
             raise TypeError(f"prompt: expected the BlockKeys of this pool, got {prompt!r:.80}")
         keys, into = self._requests.keys(prompt), self.core.config.groups[self.core.config.group(group)]
         if into.kind == "cross":
-            raise ValueError(
-                f"group: expected one that is not for cross attention, whose content nobody finds, got {into.index}"
-            )
+            raise ValueError(f"group: expected a group without cross attention, got {into.index}")
         first = integer_argument("first", first, 0, (1 << 31) - 1)
         priority = priority_argument("priority", priority)
         buffers = [block_buffer(i, buffer, into.block_bytes) for i, buffer in enumerate(list_argument("data", data))]

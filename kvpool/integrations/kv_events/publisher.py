@@ -474,7 +474,5 @@ def _specs(cache: KVCacheManager, group: Any) -> dict[int, Spec]:
         return {one.index: Spec.of(one) for one in cache.groups}
     index = 0 if group is None else integer_argument("group", group, 0, len(cache.groups) - 1)
     if cache.groups[index].kind == "cross":
-        raise ValueError(
-            f"group: expected None, or a group that is not for cross attention, of which nothing is cached, got {index}"
-        )
+        raise ValueError(f"group: expected None or a group without cross attention, got {index}")
     return {index: Spec()}
