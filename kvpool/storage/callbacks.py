@@ -11,6 +11,9 @@ from contextlib import suppress
 
 from kvpool.storage.store_requests import StoreRequest
 
+_LONGEST_WAIT = 1e6
+"""Seconds, which poll(2) takes as an int32 of milliseconds."""
+
 
 class Callbacks:
     """Requests whose callbacks are to be made, in order. A request may be here twice: each callback is made once.
@@ -33,7 +36,9 @@ class Callbacks:
 
     def wait(self, timeout: float) -> bool:
         """Wait until there is a request, at most ``timeout`` seconds. Returns whether there is."""
-        return bool(self) or bool(select.select([self.fileno], [], [], timeout)[0])
+        descriptors = select.poll()  # select.select refuses descriptors from 1,024 on
+        descriptors.register(self.fileno, select.POLLIN)
+        return bool(self) or bool(descriptors.poll(min(timeout, _LONGEST_WAIT) * 1000))
 
     def make(self, over: Callable[[StoreRequest], None]) -> bool:
         """Make the calls. Returns whether there were any. ``over`` is called with each request when its are made."""

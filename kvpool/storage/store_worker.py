@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.common.arguments import number_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.arrays.layout import integer_argument
@@ -541,8 +542,13 @@ class StoreWorker(Closing):
         -------
         bool
             Whether it has.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If ``timeout`` is not a finite number of 0 or more.
         """
-        return self._queue.callbacks.wait(timeout)
+        return self._queue.callbacks.wait(number_argument("timeout", timeout))
 
     def drain(self, timeout: float) -> bool:
         """Wait until no find, load or save is queued or in flight.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import select
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -262,6 +264,7 @@ BAD: list[tuple[Callable[[StoreWorker], Any], str]] = [
     (lambda queue: queue.find(KEYS[:, 1:]), "keys: expected"),
     (lambda queue: queue.find(KEYS, deadline=float("nan")), "deadline"),
     (lambda queue: queue.find(KEYS, deadline="5"), "deadline"),
+    (lambda queue: queue.wait(-1.0), "timeout: expected a finite number of 0 or more, got -1.0"),
     (lambda queue: queue.load(KEYS, [0]), "rows: expected one for each of the 2 keys, got 1"),
     (lambda queue: queue.load(KEYS, [0, 0]), "rows that differ"),
     (lambda queue: queue.load(KEYS, [0, SLOTS]), "expected 0 to 63"),
@@ -454,6 +457,20 @@ def test_a_call_that_raises_keeps_no_other_from_being_made(worker: StoreWorker) 
     assert select.select([worker], [], [], 0)[0], "who waits for the descriptor learns of the other"
     until(worker, lambda: not worker.in_flight)
     assert len(calls.made) == 1
+
+
+def test_a_worker_waits_in_a_process_with_more_than_1024_descriptors(store: Wrong) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as ends:
+        ends.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
+        while (descriptor := os.dup(0)) < 1024:
+            ends.callback(os.close, descriptor)
+        ends.callback(os.close, descriptor)
+        with open_queue(store) as worker:
+            assert worker.fileno() > 1024 and not worker.wait(0)
+            worker.find(BlockNames(names(1)), (calls := Calls()).done)
+            assert worker.wait(1e9) and worker.poll() and calls.made
 
 
 def test_a_callback_that_polls_leaves_the_others_to_the_call_around_it(worker: StoreWorker) -> None:
