@@ -119,6 +119,18 @@ def f(a, b):
     }
 
 
+@pytest.mark.parametrize("options", [[], ["--generated", "--room", "state/admit"]])
+@pytest.mark.parametrize(
+    ("names", "message"), [(["nothing", "--sample", "1"], "there is no nothing"), ([], "name some, or --all")]
+)
+def test_a_command_line_without_a_known_name_runs_nothing(
+    options: list[str], names: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*names, *options])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_what_is_made_by_rule_is_killed_by_a_test_that_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
     tests = "tests/state/test_lists.py"

@@ -10,8 +10,9 @@ import argparse
 import random
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tests.mutations import MUTATIONS
 from tests.mutations.anchors import Package
@@ -19,16 +20,23 @@ from tests.mutations.bench import bench
 from tests.mutations.generated import ROOMS, TESTS, Reach, killer, mutants
 from tests.mutations.mutation import ROOT, Mutation
 
+Change = TypeVar("Change")
 
-def chosen(known: Iterable[str], options: argparse.Namespace) -> list[str]:
-    """The names of all that a command line means."""
+
+def chosen(known: Mapping[str, Change], options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Change]:
+    """Those that a command line names or draws; it ends with an error if there are none."""
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"there is no {', '.join(unknown)}; --list names all")
     names = sorted(known)
-    if options.all:
-        return names
-    seed = random.randrange(1 << 32) if options.seed is None else options.seed
-    if options.sample:
-        print(f"seed {seed}")
-    return [*options.names, *random.Random(seed).sample(names, min(options.sample, len(names)))]
+    if not options.all:
+        seed = random.randrange(1 << 32) if options.seed is None else options.seed
+        if options.sample:
+            print(f"seed {seed}")
+        names = [*options.names, *random.Random(seed).sample(names, min(options.sample, len(names)))]
+    if not names:
+        parser.error("name some, or --all, --sample N or --list")
+    return [known[name] for name in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,9 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.generated:
         return run_generated(options, parser)
-    unknown = [name for name in options.names if name not in MUTATIONS]
-    if unknown:
-        parser.error(f"there is no {', '.join(unknown)}; --list names all")
     if options.list:
         for mutation in MUTATIONS.values():
             print(f"{mutation.name}: {mutation.harm}")
@@ -62,10 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutation in lost:
             print(f"LOST {mutation.name} in {mutation.function}: {mutation.harm}", *mutation.tests, sep="\n    ")
         return 1 if lost else 0
-    some = [MUTATIONS[name] for name in chosen(MUTATIONS, options)]
-    if not some:
-        parser.error("name mutations, or --all, --sample N, --list, --check or --reanchor")
-    return run(some, options.verbose)
+    return run(chosen(MUTATIONS, options, parser), options.verbose)
 
 
 def run(some: Sequence[Mutation], verbose: bool) -> int:
@@ -84,15 +86,13 @@ def run(some: Sequence[Mutation], verbose: bool) -> int:
 
 
 def run_generated(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """0: a mutant that lives may be one that changes nothing."""
+    """Return 0 even if mutants live: they may change nothing that anybody sees."""
     with bench() as copy:
         known = {mutant.name: mutant for room in options.room or ROOMS for mutant in mutants(copy.package, room)}
         if options.list:
             print(*known.values(), sep="\n")
             return 0
-        some = [known[name] for name in chosen(known, options) if name in known]
-        if not some:
-            parser.error("name generated mutants, or --all, --sample N or --list")
+        some = chosen(known, options, parser)
         reach, lived = Reach(copy, options.tests), 0
         for mutant in some:
             tests = reach.tests(mutant.place)
