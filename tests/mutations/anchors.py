@@ -47,13 +47,14 @@ class Place(NamedTuple):
         return value[self.start :] if isinstance(value, list) else [value]
 
     def code(self) -> ast.AST:
-        """What stands there first; of an operator, its expression."""
+        """The first of the nodes; for an operator, the expression that it is in."""
         node = self.nodes()[0]
         return self.parent if isinstance(node, (ast.cmpop, ast.boolop)) else node
 
 
 def places(node: ast.AST, owner: Owner, skipped: tuple[type[ast.AST], ...] = ()) -> Iterator[Place]:
-    """All nodes below one that this owns, in the order of the text, without some and what is below them."""
+    """All nodes below ``node``, which ``owner`` owns, in the order of the text. Nodes of the ``skipped`` types are left
+    out, with all below them."""
     for field, value in ast.iter_fields(node):
         for start, child in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(child, ast.AST) and not isinstance(child, skipped):
@@ -101,7 +102,7 @@ class Package:
         return self.changed(self.place(mutation), len(before), after)
 
     def changed(self, place: Place, count: int, after: Sequence[ast.AST]) -> tuple[Path, str]:
-        """A file, and its text with other code in place of so many nodes."""
+        """A file, and its text with ``after`` in place of ``count`` nodes. The tree itself is as before."""
         owner, parent, field, start = place
         old = getattr(parent, field)
         if isinstance(old, list):

@@ -17,20 +17,15 @@ ROOMS = ("state", "pool", "hostcache", "remote", "storage")
 TESTS = tuple(f"tests/{folder}" for folder in (*INTERPRETED, "race", "remote", "stores"))
 SECONDS = 30.0
 
-_OTHER: dict[type[ast.AST], tuple[str, type[ast.AST]]] = {
-    ast.Lt: ("off", ast.LtE),
-    ast.LtE: ("off", ast.Lt),
-    ast.Gt: ("off", ast.GtE),
-    ast.GtE: ("off", ast.Gt),
-    ast.Eq: ("negate", ast.NotEq),
-    ast.NotEq: ("negate", ast.Eq),
-    ast.Is: ("negate", ast.IsNot),
-    ast.IsNot: ("negate", ast.Is),
-    ast.In: ("negate", ast.NotIn),
-    ast.NotIn: ("negate", ast.In),
-    ast.And: ("swap", ast.Or),
-    ast.Or: ("swap", ast.And),
-}
+_PAIRS: tuple[tuple[str, type[ast.AST], type[ast.AST]], ...] = (
+    ("off", ast.Lt, ast.LtE),
+    ("off", ast.Gt, ast.GtE),
+    ("negate", ast.Eq, ast.NotEq),
+    ("negate", ast.Is, ast.IsNot),
+    ("negate", ast.In, ast.NotIn),
+    ("swap", ast.And, ast.Or),
+)
+_OTHER = {a: (operator, b) for operator, *pair in _PAIRS for a, b in (pair, reversed(pair))}
 
 
 class Mutant(NamedTuple):
