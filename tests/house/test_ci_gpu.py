@@ -133,13 +133,15 @@ def test_a_tool_that_reports_an_error_or_nothing_has_not_passed_and_all_run_to_t
     machine: Machine, body: str, expected: dict[str, str]
 ) -> None:
     machine.sanitizer(f"{CLEAN}{body}\nexit 0")
-    done = machine.run("sanitize", SECONDS_MOST="2" if "sleep" in body else "540")
+    hangs = "sleep" in body
+    done = machine.run("sanitize", SECONDS_MOST="2" if hangs else "540")
     text = (machine.out / "sanitizer" / "sum").read_text()
     assert done.returncode == 3 and text in done.stdout
     lines = dict(line.split(": ", 1) for line in text.splitlines())
     assert list(lines) == list(TOOLS)
     for tool, line in lines.items():
-        assert expected.get(tool, "no errors in 2 processes") in line
+        # A busy machine may need more than 2 s for the others too.
+        assert expected.get(tool, "" if hangs else "no errors in 2 processes") in line
 
 
 @pytest.mark.gpu

@@ -64,13 +64,13 @@ class Scene:
             time.sleep(0.0002)
 
     def check(self, where: str) -> None:
-        assert self.manager.drain(60), f"something is under way for ever {where}"
+        assert self.manager.drain(600), f"something is under way for ever {where}"
         stats = self.cache.stats()
         assert (stats.pending, stats.leases) == (0, 0), f"held by nobody {where}"
         self.cache.verify()
         for _ in range(3):  # the first answer may be that they have not come
             self.manager.lookup(KEYS)
-            assert self.manager.drain(60)
+            assert self.manager.drain(600)
         assert self.manager.lookup(KEYS).tolist() == [self.cache.HERE] * 3, where
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def test_a_handler_that_raises_leaves_no_save_that_is_not_noted(before: Callable
         scene.manager.changes()
         before(scene)
         at.run(scene.manager.poll)
-        assert scene.manager.drain(60)
+        assert scene.manager.drain(600)
         changes = scene.manager.changes()
         stored = {key for change in changes if change.stored for key in change.keys}
         assert before is save or stored == {*NEW}, at.where
@@ -253,7 +253,7 @@ def test_a_handler_that_raises_leaves_no_lock_for_which_the_thread_of_a_pools_st
         prompt = engine.cache.block_keys(tokens(9))
         for at in places(3):
             at.run(lambda: getattr(manager, name)(prompt))
-            assert manager.drain(10), at.where
+            assert manager.drain(600), at.where
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
