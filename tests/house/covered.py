@@ -1,4 +1,4 @@
-"""``python -m tests.house.covered``: the lines of each room of ``kvpool/`` that the tests reach, against a baseline.
+"""``python -m tests.house.covered``: the lines of ``kvpool/`` that the tests reach, against a baseline.
 
 Runs pytest under coverage.py: the tests of README.md's command, and then those of ``INTERPRETED`` once more with
 ``NUMBA_DISABLE_JIT=1``, since lines of jitted functions are seen in the interpreter only. Prints a table of files and

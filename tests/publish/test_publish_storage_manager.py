@@ -42,7 +42,10 @@ def test_any_calls_with_resets_leave_routers_with_what_there_is(
     try:
         lab.seed()
         for step in range(STEPS):
-            lab.step() if step else lab.reset()
+            if step == 0:
+                lab.reset()
+            else:
+                lab.step()
             if lab.random.random() < 0.3:
                 lab.check()
             if step in (20, 40):

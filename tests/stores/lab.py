@@ -161,7 +161,8 @@ def returned(job: StoreRequest) -> StoreRequest:
 
 
 def right(queue: StoreWorker, job: StoreRequest, first: int = 0) -> StoreRequest:
-    """The job, when all calls of it have returned. Blocks that have come, numbered from this one on, are whole."""
+    """The job, when all calls of it have returned. The blocks that have come are right: they are numbered from
+    ``first`` on."""
     for place in np.flatnonzero(returned(job).codes == OK).tolist():
         expected = content(first + place, queue.block_bytes)
         assert np.array_equal(queue.memory[job.rows[place]], expected), "a wrong byte"

@@ -58,7 +58,7 @@ SCENARIOS: dict[str, tuple[World, float]] = {
     "shared, 10 x, collapse": (World(0, 1, alone=False, collapse=1e-3, every=100, lasts=100), 10.0),
     "one engine at 63 %": (World(0, 1, alone=False, engine=True, prefill=40_000.0), 0.63),
 }
-"""Worlds without their latency and bandwidth, and how much faster the requests of the trace come."""
+"""Worlds without their latency and bandwidth, and how much faster the requests come."""
 
 FAST = [world for world in grid(4) if world.bandwidth > 1e9]
 

@@ -454,7 +454,7 @@ def test_a_call_that_raises_keeps_no_other_from_being_made(worker: StoreWorker) 
     assert all(job.wait(600) for job in jobs)
     with pytest.raises(RuntimeError, match="mine"):
         worker.poll()
-    assert select.select([worker], [], [], 0)[0], "who waits for the descriptor learns of the other"
+    assert select.select([worker], [], [], 0)[0], "the descriptor stays readable for the other callback"
     until(worker, lambda: not worker.in_flight)
     assert len(calls.made) == 1
 

@@ -51,7 +51,7 @@ class Service:
         return self.process.wait(600)
 
     def check(self, keys: Bytes) -> None:
-        """The blocks from the first number on come, and have the right bytes."""
+        """The blocks with these keys, numbered from 0, come and have the right bytes."""
         with open_queue(open_store(self.store)) as queue:
             assert right(queue, begin_load(queue, keys)).ok == len(keys)
 
