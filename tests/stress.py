@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.process import Closing
 from kvpool.errors import BlockNotFound
 from kvpool.pool.leases import Lease
 from kvpool.tools.replay import Replay, ReplayConfig, Trace, synthetic
@@ -25,7 +26,7 @@ from tests import debug
 
 REQUESTS = 100
 _ROUNDS = 10_000
-"""The number of requests of a round, and the number of rounds after which a count does not grow any more."""
+"""The number of requests of a round, and of rounds after which a run ends that has not reached its counts."""
 _BURST = 32
 _LONG = 0.03
 _LONG_TURNS = 20
@@ -88,8 +89,8 @@ class Reader:
     it ends.
 
     Its thread runs ``work``, until ``enough`` returns True or ``stop`` is set. A *read* is one lease. It reads memory
-    at the addresses of leases, as a reader from another process would. ``host_keys``: what the host tier has, which
-    another thread replaces.
+    at the addresses of leases, as a reader from another process would. ``host_keys``: the keys of the host tier, as
+    the other thread saw them last.
     """
 
     def __init__(self, replay: Replay, seed: int) -> None:
@@ -178,7 +179,7 @@ class Reader:
         self.reads += 1
 
 
-class Stress:
+class Stress(Closing):
     """One run. A context manager: leaving it closes the pool. ``run`` does the work once and returns the figures.
     Errors of either thread propagate."""
 
@@ -190,10 +191,7 @@ class Stress:
         self.stop = threading.Event()
         self._evictions = self._evicted_beside_pins = 0
 
-    def __enter__(self) -> Stress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self.replay.close()
 
     def run(self) -> list[Figure]:
@@ -217,8 +215,8 @@ class Stress:
         return self._figures()
 
     def _look(self) -> None:
-        """Tell the reader what is there, and count the host evictions since the last call, and those after which blocks
-        were pinned."""
+        """Give the reader the keys of the host tier, and count the host evictions since the last call, and those after
+        which blocks were pinned."""
         self.reader.host_keys = [*debug.cached(self.cache.core.tokens)["host"]]
         stats = self.cache.stats()
         evictions = stats.forgotten_host_blocks + stats.redundant_dropped
@@ -238,7 +236,7 @@ class Stress:
             ("... while blocks were pinned", self._evicted_beside_pins, self._config.evictions // 10),
         )
         return [
-            *(Figure(f"{name}, at most {bound:,}", min(value, bound), bound) for name, value, bound in least),
+            *(Figure(f"{name}, counted up to {bound:,}", min(value, bound), bound) for name, value, bound in least),
             Figure("leases that the pool gave", reader.last_lease, reader.opened),
             Figure("leases closed", reader.reads, reader.opened),
             Figure("leases open at the end", stats.leases),
