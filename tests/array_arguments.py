@@ -18,6 +18,7 @@ from kvpool.storage import BlockNames
 from kvpool.tools.replay.content import Request
 from parts import owner_of, reach
 from steps import arrays
+from tests.interop.arrays import InterfaceOnly
 
 # -- cases -------------------------------------------------------------------------------------------
 
@@ -275,18 +276,6 @@ CASES = [
 ]
 
 
-class Asked:
-    """An array of another package, which counts how often it is asked where its memory is."""
-
-    def __init__(self, memory: Any) -> None:
-        self._memory, self.count = memory, 0
-
-    @property
-    def __array_interface__(self) -> Any:
-        self.count += 1
-        return self._memory.__array_interface__
-
-
 def argument_of(case: Case, scene: Any, name: str, form: str) -> tuple[Any, Any]:
     """An argument in one of several forms, and the memory that it has. An iterator has none, and is read once."""
     content = case.arrays[name]
@@ -294,7 +283,7 @@ def argument_of(case: Case, scene: Any, name: str, form: str) -> tuple[Any, Any]
     if form == "iterator":
         return iter(content), None
     memory = np.array(content, case.dtypes.get(name, np.int64))
-    return (Asked(memory) if form == "interface" else memory), memory
+    return (InterfaceOnly(memory) if form == "interface" else memory), memory
 
 
 def _ids() -> Iterator[str]:

@@ -42,11 +42,15 @@ class OldDLPack(DLPackOnly):
 
 
 class InterfaceOnly:
-    """An array that knows the protocol of NumPy only."""
+    """An array that knows the protocol of NumPy only. ``count``: how often that was read."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self.__array_interface__ = array.__array_interface__
+        self.array, self.count = array, 0
+
+    @property
+    def __array_interface__(self) -> Any:
+        self.count += 1
+        return self.array.__array_interface__
 
 
 class GpuOnly:

@@ -61,7 +61,7 @@ def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case,
     scene = case.scene()
     with ExitStack() as open_scenes:
         if hasattr(scene, "close"):
-            open_scenes.callback(scene.close)  # What other threads were asked for is done.
+            open_scenes.callback(scene.close)  # waits for the work of other threads
         arguments = {other: argument_of(case, scene, other, case.forms[0])[0] for other in case.arrays}
         arguments[name], memory = argument_of(case, scene, name, form)
         watched.extend([] if memory is None else [memory])
@@ -69,7 +69,7 @@ def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case,
         if isinstance(answer, StoreRequest):
             look(answer.keys)
     assert not seen, f"{case.verb}: {name}: {seen[0]}"
-    # Who reads it looks for its interface, and takes it.
+    # Once to see that it has an interface, once for its memory.
     assert form != "interface" or arguments[name].count <= 2, f"{case.verb}: {name}: read again"
 
 
@@ -89,8 +89,8 @@ def test_arguments_are_copied(private: Callable[[Any], Any], values: Any) -> Non
 
 
 class Walk:
-    """Traces a call. Its argument has a wrong value during one line of those that check arguments. ``count``: how many
-    of these lines there were."""
+    """Traces a call. During one of the lines that check arguments, the memory of its argument has a wrong value.
+    ``count``: how many of these lines the call came to."""
 
     def __init__(self, line: int, memory: Any, wrong: int) -> None:
         self._memory, self._values, self.count = memory, {line: wrong, line + 1: memory[0]}, 0
