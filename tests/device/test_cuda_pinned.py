@@ -58,7 +58,7 @@ class Chosen:
 
 @pytest.fixture(params=["fake", pytest.param("cupy", marks=pytest.mark.gpu)], autouse=True)
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(cuda_memory, "CHUNK_BYTES", cuda_memory.CHUNK_BYTES)  # given back after the test
+    monkeypatch.setattr(cuda_memory, "CHUNK_BYTES", cuda_memory.CHUNK_BYTES)  # restored after the test
     if request.param == "cupy":
         monkeypatch.setattr(Chosen, "cuda", pytest.importorskip("cupy").cuda)
     return Chosen.cuda

@@ -95,7 +95,7 @@ def test_a_device_waits_for_its_streams_while_another_thread_adds_one(driver: Dr
     device = CudaDevice()
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
-        """Whenever the list of streams could be left to another thread, add one."""
+        """Add a stream at every line of an iteration, where another thread could."""
         if frame.f_code.co_name == "<genexpr>":
             device.create_stream("another")
         return trace

@@ -83,7 +83,7 @@ def test_an_owner_that_is_gone_loses_its_leases(make: Make) -> None:
     other.close()
 
 
-def test_a_read_that_is_no_use_leaves_what_others_hold_as_it_is(make: Make) -> None:
+def test_a_lease_closed_as_unused_leaves_the_blocks_of_other_leases_where_they_are(make: Make) -> None:
     cache = make(3)
     store(cache, "a", "b", "c")
     other, lease = cache.pin(keys("a")), cache.pin(keys("a", "b", "c"))
@@ -371,7 +371,7 @@ def test_what_is_named_as_the_next_victims_goes_in_this_order(make: Make, policy
     talks = Talks(make, policy)
     talks.cache.set_priority(keys_of("soon", 2), 10)
     cursor = talks.cache.open_dirty_cursor(pending=True)
-    of_nobody, candidates, again = (talks.cache.eviction_candidates(c, 4 + 8, 20) for c in (None, cursor, None))
-    assert of_nobody == candidates == again, "without a cursor nothing is read, nor left out"
+    before, candidates, after = (talks.cache.eviction_candidates(c, 4 + 8, 20) for c in (None, cursor, None))
+    assert before == candidates == after, "without a cursor, nothing is read and nothing is left out"
     assert len(candidates) == 8 and candidates[:2] == keys_of("soon", 2) and talks.here == (10, 10)
     assert talks.turn("other", 12, 3_002) == candidates and talks.cache.unsaved_blocks == 0

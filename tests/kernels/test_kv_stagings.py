@@ -27,7 +27,7 @@ def test_the_skip_is_exact_to_the_token_over_all_stagings(name: str, gather: boo
     for skip in range(12):
         cache = make_cache(name, Sizes(), 2)
         slots, whole = slots_for(cache, 11, random), staging_for(cache, 11, random)
-        slots[:skip] = 10**6  # it would be refused, and is not looked at
+        slots[:skip] = 10**6  # invalid slots, which a skip must not check
         parts = cut(whole, [4, 4, 5, 11])
         expected_cache, expected = cache.copy(), whole.copy()
         reference_copy(gather, expected_cache, slots, expected, skip)

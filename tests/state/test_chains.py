@@ -46,7 +46,7 @@ class Talks:
 
     @property
     def records(self) -> list[Any]:
-        """All that the policy knows."""
+        """Every array of the policy, and the owners of blocks."""
         return [*(array for array in vars(self.policy).values() if isinstance(array, np.ndarray)), self.owners]
 
     def turn(self, name: str, more: int, at: float | None = None, retention: Any = None, **said: Any) -> int:
