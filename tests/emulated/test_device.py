@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(2, 2, 16, 4)
 OFFLOADS = as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in (0, 2, 4)))
 FRAGMENTS = 3 * LAYOUT.layers * LAYOUT.planes
-MAX_REGISTERS_PER_BLOCK, HOST_NATIVE_ATOMICS, SAME_ADDRESSES = 12, 86, 91
+MAX_REGISTERS_PER_BLOCK, SAME_ADDRESSES = 12, 91
 
 
 # Ways of copying

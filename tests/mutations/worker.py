@@ -37,7 +37,7 @@ class Outcomes:
             self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
 
 
-class Reach:
+class ReachWriter:
     """A plugin of pytest that writes to a file which lines each test reaches. Tests that take long are interrupted, and
     fail."""
 
@@ -79,7 +79,7 @@ def run(request: dict[str, Any]) -> None:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     outcomes, reach = Outcomes(), request["reach"]
-    status = pytest.main(request["arguments"], plugins=[outcomes, *([Reach(reach)] if reach else [])])
+    status = pytest.main(request["arguments"], plugins=[outcomes, *([ReachWriter(reach)] if reach else [])])
     spec = importlib.util.find_spec("kvpool")  # that of the module that was imported, if it was
     package = str(spec and spec.origin)
     result = {"status": int(status), "package": package, "failed": outcomes.failed, "seconds": outcomes.seconds}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-_PATIENCE = 60
+_PATIENCE = 600
 
 
 class Spawned:
