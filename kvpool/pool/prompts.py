@@ -242,7 +242,8 @@ class Prompts:
             raise ValueError(
                 "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
             )
-        return self.core.states[min(with_tokens, key=lambda group: group.window is not None).index]
+        whole = [group for group in with_tokens if group.window is None]
+        return self.core.states[(whole or with_tokens)[0].index]
 
     def _read(self, state: State, row: int) -> tuple[Int32s, Uint64s, Int64s | None, Scope]:
         """What is known of a live row. The state lock is held by the caller."""

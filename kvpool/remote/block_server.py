@@ -220,11 +220,11 @@ class BlockServer(Closing):
         ServerStats
             Each figure is right, but they may be some microseconds apart.
         """
-        counts, transfers = self._server.counts, self._blocks.under_way.transfers
+        counts, under_way = self._server.counts, self._blocks.under_way
         return replace(
             self._blocks.stats,
-            transfers=len(transfers),
-            transfer_bytes=sum(transfer.nbytes for transfer in transfers),
+            transfers=len(under_way.transfers),
+            transfer_bytes=under_way.nbytes,
             refused=counts.failed,
             malformed=counts.malformed,
             dropped=counts.dropped,

@@ -201,7 +201,7 @@ def entry_of(function: Any, *arguments: Any) -> int:
 
 
 def _plain_call(entry: int, args: Sequence[Any]) -> Any:
-    passed = [value if issubclass(type(value), (np.void, np.ndarray)) else np.int64(value) for value in args]
+    passed = [value if isinstance(value, (np.void, np.ndarray)) else np.int64(value) for value in args]
     return np.int64(_functions[int(entry)](*passed) or 0)
 
 
