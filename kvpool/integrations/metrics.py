@@ -120,7 +120,7 @@ class PoolMetrics(Closing):
         try:
             pool.encode()
         except UnicodeEncodeError as error:  # No scrape could write it, nor any other metric of the process.
-            raise ValueError(f"pool: expected what UTF-8 can say ({error.reason}), got {pool!a:.80}") from None
+            raise ValueError(f"pool: expected text that UTF-8 can encode ({error.reason}), got {pool!a:.80}") from None
         if not isinstance(cache, (KVCacheManager, HostCache, StorageManager, HostStorageManager, *SERVERS)):
             accepted = "a KVCacheManager, a HostCache, their storage managers, or a StoreServer"
             raise TypeError(f"cache: expected {accepted}, got {cache!r:.80}")

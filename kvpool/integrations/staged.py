@@ -42,7 +42,7 @@ def check_store(options: EngineOptions, **names: str | int | None) -> None:
 
 
 def leading(present: Sequence[bool]) -> int:
-    """How many of the first ones are there."""
+    """Return how many elements before the first False are True."""
     return present.index(False) if False in present else len(present)
 
 
@@ -227,10 +227,10 @@ class StagedBlocks:
         stored = self.find(names)
         if self._hits is None or not any(stored):
             return stored
-        there = leading(stored)
-        worth = self._hits.worth(names[:there], self.worker.now())
-        self.declined += there - worth
-        return stored if worth == there else [True] * worth + [False] * (len(names) - worth)
+        found = leading(stored)
+        worth = self._hits.worth(names[:found], self.worker.now())
+        self.declined += found - worth
+        return stored if worth == found else [True] * worth + [False] * (len(names) - worth)
 
     def load(self, names: Sequence[bytes], put: Copy) -> list[bool]:
         """Load blocks. ``put(place, row)`` gets the bytes uint8[block_bytes] of each block that came, and copies them:

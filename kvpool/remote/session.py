@@ -1,11 +1,10 @@
-"""What is said on the wire, and how both ends know that the other one has said it.
+"""Messages on the wire, and their authentication.
 
-A message is a small JSON header, whose fields are checked when it is read, and binary frames behind it. A client greets
-with a nonce. The server answers with one of its own, and with a tag under a key that is derived from the secret and
-both nonces. Only then does the client say anything, under such a tag of its own. The two directions have different
-keys, and tags count messages, so nothing that was recorded counts again. Tags are HMAC-SHA256. Blocks are sealed when
-they are served, by a tag of their ``Digest``, which is much faster than any hash of the standard library. The seal is
-under the tag of the message.
+A message is a small JSON header, whose fields are checked when it is read, and binary frames after it. A client first
+sends a nonce. The server answers with a nonce of its own and with an authentication tag (HMAC-SHA256), whose key is
+derived from the secret and both nonces. From then on, each message has such a tag. The two directions have different
+keys, and a tag covers the number of its message, so a recorded message is not accepted again. Served blocks have a tag
+of their ``Digest``, which is much faster than any hash of the standard library. The tag of the message covers it.
 """
 
 from __future__ import annotations

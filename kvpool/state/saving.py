@@ -126,8 +126,8 @@ def sweep(groups, cursor, uses, at, report):
 @jit(nogil=False)
 def victims(groups, cursor, margins, report):
     """Report what the host evicts soon: of the victims of each group, ``margins`` int64[groups], less those that have
-    nothing to lose, and those that the cursor has read. With NONE as the cursor, no cursor reads. The next victim comes
-    first. Returns how many rows are filled."""
+    nothing to lose, and those that the cursor has read. With NONE as the cursor, none is left out or marked as read.
+    The next victim comes first. Returns how many rows are filled."""
     count, bits = 0, 0 if cursor == NONE else 1 << cursor
     for g in range(len(groups)):
         group = group_at(groups, g)

@@ -41,7 +41,7 @@ class Callbacks:
         return bool(self) or bool(descriptors.poll(min(timeout, _LONGEST_WAIT) * 1000))
 
     def make(self, over: Callable[[StoreRequest], None]) -> bool:
-        """Make the calls. Returns whether there were any. ``over`` is called with each request when its are made."""
+        """Make the callbacks. Returns whether there were any. ``over`` gets each request after its callbacks."""
         requests = self._requests
         if not requests:
             return False

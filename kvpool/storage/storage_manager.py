@@ -66,8 +66,8 @@ T = TypeVar("T")
 
 
 class _Order(NamedTuple):
-    """What the thread is to do, and who gets what that raises. This is no ``Future``: a signal handler that raises in a
-    call of one may leave its lock held, for which the thread would wait."""
+    """Work for the thread, and the callback for what it raises. A ``Future`` would not do: if a signal handler raises
+    inside one of its calls, its lock can stay held, and the thread would block on it."""
 
     work: Callable[[], object]
     failed: Callable[[BaseException], object]
@@ -654,7 +654,7 @@ class StorageManager(Closing):
 
 
 def _end_failed(handle: Prefetch, error: BaseException) -> None:
-    """End a prefetch that could not begin. What is wrong with one does not end all."""
+    """End a prefetch that could not begin. Others go on."""
     if isinstance(error, PoolClosed):
         handle.end("closed")
     else:

@@ -82,8 +82,8 @@ class RequestHeap:
 
 
 class StoreQueue:
-    """The requests of a ``StoreWorker`` that are not over. The caller holds ``lock``, except of ``wait_until`` and
-    ``cancel``.
+    """The requests of a ``StoreWorker`` that are not over. The caller holds ``lock``, except for ``wait_until``
+    and ``cancel``.
 
     ``savers``: how many calls save or drop at a time. ``piece_blocks``: the most blocks of one call. ``most``: the
     bound for blocks of saves, of finds and loads, and of drops that wait. ``rows``: how many rows requests have on
@@ -285,7 +285,7 @@ class StoreQueue:
                 self._finish(request)
 
     def _finish(self, request: StoreRequest) -> None:
-        """A request is done or returned. To finish it twice is the same as once."""
+        """A request is done or returned. Idempotent."""
         self.drops.remove(request)
         self._count(request)
         self.let_go(request)
@@ -331,7 +331,7 @@ class StoreQueue:
 
     @property
     def all_hang(self) -> bool:
-        """Whether no rows will be free soon: all others are free, or in calls that hang."""
+        """Whether it is useless to wait for rows: each is free, or in a call that hangs."""
         hang = sum(
             len(request.rows) for request in self.requests if request.done and not request.returned and not request.held
         )

@@ -164,12 +164,12 @@ def test_memory_that_is_none_of_this_gpu_is_refused(cupy: Any) -> None:
         open_pool(device=device, memory=MemoryOptions(device_memory=aligned(NBYTES)))
     raw = aligned(NBYTES)
     stranger = SimpleNamespace(__cuda_array_interface__={**raw.__array_interface__})
-    with pytest.raises(ValueError, match="device_memory: 0x.* is no memory of GPU 0"):
+    with pytest.raises(ValueError, match="device_memory: expected memory of GPU 0, got 0x"):
         open_pool(device=device, memory=MemoryOptions(device_memory=stranger))
     if cupy.cuda.runtime.getDeviceCount() > 1:
         with cupy.cuda.Device(1):
             elsewhere = gpu_memory(cupy, NBYTES)
-        with pytest.raises(ValueError, match="is no memory of GPU 0"):
+        with pytest.raises(ValueError, match="expected memory of GPU 0, got 0x"):
             open_pool(device=device, memory=MemoryOptions(device_memory=elsewhere))
     open_pool(device=device).close()
     device.close()

@@ -194,7 +194,7 @@ compiler._translate = stop
         holder.kill()
         holder.wait()
     assert (report["values"], report["compiled"]) == (VALUES, FIRST)
-    for reported in ("waiting for another process", "no other process is waited for any more"):
+    for reported in ("waiting for another process", "stopped waiting: another process"):
         assert report["said"].count(reported) == 1
     assert report_of(sample)["compiled"] == NOTHING, "it keeps what it has compiled without the lock"
 

@@ -99,7 +99,7 @@ def test_wrong_pools_and_names_are_refused_and_change_nothing() -> None:
             (1, b, TypeError, "pool: expected a string.*got 1"),
             ("b", None, TypeError, "cache: expected a KVCacheManager, a HostCache, .*got None"),
             ("b", closed, PoolClosed, "cache: expected an open one, got pool='b'"),
-            ("\udc80", b, ValueError, r"pool: expected what UTF-8 can say.*got '\\udc80'"),
+            ("\udc80", b, ValueError, r"pool: expected text that UTF-8 can encode.*got '\\udc80'"),
         ]
         for name, cache, error, message in wrong:
             with pytest.raises(error, match=message):

@@ -63,7 +63,7 @@ def jit(function: Any = None, /, *, forceinline: bool = False, nogil: bool = Tru
 
 
 def inline(function: F, /) -> F:
-    """``jit`` a function whose code every caller in jitted code gets a copy of."""
+    """``jit`` a function, and inline it into each jitted caller."""
     return jit(forceinline=True)(function)
 
 

@@ -221,7 +221,7 @@ def claimed(name: str) -> Iterator[None]:
             if waited > announcer.PATIENCE and not announcer.reported:
                 announcer.report("waiting for another process, which compiles the same functions")
             if waited > _patience:
-                _log.warning("no other process is waited for any more: one compiles %s for %.0f s", name, _patience)
+                _log.warning("stopped waiting: another process has been compiling %s for %.0f s", name, _patience)
                 _patience = 0
             time.sleep(0.005)
     try:

@@ -166,7 +166,7 @@ def wrong_bytes(gpu: Gpu, path: str) -> str:
     ``trials.difference``. A process tests each kernel once, and warns of one that fails. A passed test is kept on disk,
     and not repeated.
 
-    Takes a fraction of a second. Raises DeviceError for a GPU that has failed for good.
+    Raises DeviceError for a GPU that has failed for good.
     """
     with _testing:
         wrong = _tested.get((gpu, path))

@@ -130,9 +130,9 @@ class PinnedMemory(PinnedRange):
     which it does not round up, so ``blocks`` follow each other without gaps: 22 GiB are 16, 4 and 2 GiB. The last block
     is the lowest power of two in the number of bytes, one page at least.
 
-    The range is registered first, in chunks of ``CHUNK_BYTES``, whatever the blocks. ``take`` returns
-    zeroed memory at the start of a page; by default, private memory of the system. The threads that touch the pages run
-    on ``processors``, if this process may use any of them.
+    The range is registered first, in chunks of ``CHUNK_BYTES``, whatever the blocks. ``take`` returns zeroed memory at
+    the start of a page; by default, private memory of the system. The threads that touch the pages run on
+    ``processors``, if this process may use any of them.
 
     Raises MemoryError if the machine has no room or the driver refuses; nothing stays pinned then.
     """
@@ -310,10 +310,7 @@ def check_adopted(calls: RuntimeCalls, memory: StridedArray, tier: str) -> None:
         attributes.type not in (calls.runtime.memoryTypeDevice, calls.runtime.memoryTypeManaged)
         or attributes.device != calls.index
     ):
-        raise ValueError(
-            f"device_memory: {memory.address:#x} is no memory of GPU {calls.index}, which is the one that this device "
-            "is"
-        )
+        raise ValueError(f"device_memory: expected memory of GPU {calls.index}, got {memory.address:#x}")
 
 
 def gpu_array(cupy: Any, memory: StridedArray, index: int) -> Any:

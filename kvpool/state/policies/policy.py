@@ -2,8 +2,8 @@
 offloaded.
 
 The state calls hooks here (``on_insert``, ``on_hit``, ``on_release``, ``on_change``, ``on_only_copy``), and ``victim``.
-Of other modules, those that hold a block take it out of its list (``unlink``), and one puts blocks back where they were
-(``put_back``).
+Other modules change the lists of evictable blocks only where a block becomes held (``unlink``) or returns to its former
+place (``relink``, ``put_back``).
 
 The order is that of ``victim``: by priority, and LRU within a priority, unless ``choose`` overrides it. Each tier has a
 list of empty blocks, one of clean host copies (the device has the content too), and one for each priority. A block that
@@ -198,7 +198,7 @@ def on_begin_release(group, slot):
 
 @inline
 def on_end_release(group, slot):
-    """They were."""
+    """All blocks of a row have been given back."""
     if group.policy_at:
         call(policy_of(group).on_end_release, (group, slot, group.stop))
 
@@ -212,7 +212,7 @@ def on_touch(group, matches, turn):
 
 @inline
 def on_touched(group, matches, turn):
-    """They were."""
+    """The blocks of these keys have been given back."""
     if group.policy_at:
         call(policy_of(group).on_touched, (group, matches, turn))
 
@@ -340,6 +340,7 @@ def _chooses(group, which):
 
 @inline
 def _choice(group, which):
+    """The victim that the policy chooses from a list."""
     policy = policy_of(group)
     return call(policy.choose, (policy.header_at, which != policy.list, 0))
 

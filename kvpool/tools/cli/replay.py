@@ -211,7 +211,7 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
 
 
 def _nothing_done(summary: Summary, trace: Trace, config: ReplayConfig) -> str | None:
-    """Why a replay proves nothing, if it does not."""
+    """Return why a replay proves nothing, or None."""
     if summary.verified is not None and not summary.verified.released_tokens:
         return f"nothing was verified: {summary.requests:,} requests were replayed, {len(summary.skipped):,} skipped"
     if config.verify or summary.requests or not summary.skipped:
